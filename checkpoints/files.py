@@ -1,0 +1,79 @@
+"""Files that are whole or absent: atomic writes, checksums, safetensors with metadata."""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success flush it to disk and rename it over `path`, else remove it.
+
+    A reader sees the old file or the new one, never a part, and a kill at any moment leaves at most a `.tmp-*` file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
+    try:
+        yield temporary
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write value as indented JSON, atomically. Keys keep their order."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a missing or broken file raises ValueError that names it."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not whole JSON: {error}") from error
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file atomically. Tensors are made contiguous and moved to the CPU."""
+    with atomic(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file whole; ValueError names a missing or torn file. Pickle formats are never read here."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist") from error
+    except Exception as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file, read in 4 MiB pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while piece := handle.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits over the canonical JSON of a value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
