@@ -1,0 +1,71 @@
+"""Imports run one way: drafters <- checkpoints <- data <- eval <- training <- headstart."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ("drafters", "checkpoints", "data", "eval", "training")
+FILES = sorted(path for room in ORDER for path in (ROOT / room).rglob("*.py"))
+DRAFTERS_MAY = {"drafters", "torch", "transformers"}
+
+
+def imported(source: str) -> list[str]:
+    """Dotted names of every import in a source, at any depth; relative ones start with a dot."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append("." * node.level + (node.module or ""))
+    return names
+
+
+def faults(room: str, source: str) -> list[str]:
+    """What the rules forbid in a source of this room, in words."""
+    found = []
+    rooms_right = (*ORDER[ORDER.index(room) + 1 :], "headstart", "tests", "conf")
+    for name in imported(source):
+        top = name.split(".")[0]
+        if name.startswith("."):
+            found.append(f"relative import {name}")
+        elif top in rooms_right:
+            found.append(f"{room} imports {name}, which stands to its right")
+        elif room == "drafters" and top not in DRAFTERS_MAY and top not in sys.stdlib_module_names:
+            found.append(f"drafters imports {name}; torch and transformers only")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path):
+    assert faults(path.relative_to(ROOT).parts[0], path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py"], ids=lambda p: p.parent.name)
+def test_package_files_hold_no_code(path):
+    body = ast.parse(path.read_text()).body
+    assert [node for node in body if not isinstance(node, ast.Expr)] == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "fault"),
+    [
+        ("drafters", "import data.target", "right"),
+        ("drafters", "def f():\n    from eval.decoder import generate", "right"),
+        ("drafters", "import hydra", "torch and transformers only"),
+        ("checkpoints", "from training.module import X", "right"),
+        ("data", "from .target import Target", "relative"),
+        ("training", "import headstart", "right"),
+    ],
+)
+def test_a_planted_import_is_found(room, source, fault):
+    assert fault in faults(room, source)[0]
+
+
+@pytest.mark.parametrize(
+    ("room", "source"), [("drafters", "import math\nimport torch"), ("training", "from eval.decoder import generate")]
+)
+def test_allowed_imports_pass(room, source):
+    assert faults(room, source) == []
