@@ -1,0 +1,282 @@
+"""The frozen target: loaded through transformers, showing chosen layers' outputs and its last hidden state.
+
+`Target.forward` runs the decoder without its head and keeps only the layers asked for. `Target.parts` are the pieces
+a drafter shares, found by structure and config, then checked against the model's own logits, so that a family this
+file has never seen either works or is refused.
+
+Letters in shapes: B rows, T tokens, L captured layers, D hidden width, V target vocabulary.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from checkpoints.run import native_bf16
+from data.embedded import EMBEDDED, embedded_folder
+from data.identity import identity_of
+from data.structure import Anatomy, anatomy
+from drafters.contract import TargetParts, check_layers
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TRUTH_SHARE = 0.99
+LOGITS_AT_ONCE = 1 << 24
+
+
+@dataclass
+class Features:
+    """aux [B, T, L, D] outputs of the chosen layers, in ascending order; last [B, T, D] after the final norm."""
+
+    aux: Tensor
+    last: Tensor
+
+
+class Target:
+    """A frozen language model with its tokenizer.
+
+    model: the transformers model, in eval mode, without gradients. parts: what drafters share. identity: name, revision,
+    fingerprints (weights, tokenizer, chat template), sizes. source: folder or hub id that transformers and engines open.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        source: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        """Raises ValueError when the model's norm, head, embedding or layers cannot be found or do not give its logits."""
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.source = source or name
+        self._anatomy: Anatomy = anatomy(model)
+        parameters = inspect.signature(self._anatomy.decoder.forward).parameters
+        # transformers 5.2x renamed the argument; both spellings are in use.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.identity: dict[str, Any] = identity_of(model, tokenizer, name, revision) | {
+            "num_layers": len(self._anatomy.layers),
+            "hidden_size": self._anatomy.embedding.shape[1],
+            "vocab_size": self._anatomy.head.shape[0],
+        }
+        self._check_anatomy()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        dtype: str = "auto",
+        device_map: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Load by folder, hub id, or "smollm2" (the embedded default).
+
+        dtype: auto (bfloat16 where the machine multiplies it in hardware, else float32), bfloat16, float16 or float32.
+        device_map: passed to accelerate ("auto" spreads over all devices); None puts the model on the first GPU, or
+        the CPU. ValueError on an unknown dtype or a model whose parts are not found.
+        """
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"target.dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+        wanted = DTYPES[("bfloat16" if native_bf16() else "float32") if dtype == "auto" else dtype]
+        source = str(embedded_folder()) if name == EMBEDDED else name
+        if name != EMBEDDED and Path(source).expanduser().is_dir():
+            source = str(Path(source).expanduser().resolve())
+        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        config = AutoConfig.from_pretrained(source, **shared)
+        auto = AutoModelForCausalLM if _is_causal(config) or trust_remote_code else AutoModelForImageTextToText
+        model = auto.from_pretrained(source, dtype=wanted, device_map=device_map, **shared)
+        if device_map is None and torch.cuda.is_available():
+            model = model.to("cuda")
+        tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+        return cls(model, tokenizer, name, source, revision or getattr(config, "_commit_hash", None))
+
+    @property
+    def parts(self) -> TargetParts:
+        """The pieces a drafter shares; tensors are the model's own, not copies."""
+        found = self._anatomy
+        return TargetParts(
+            config=found.config,
+            embedding=found.embedding,
+            norm=found.norm,
+            head=found.head,
+            embedding_scale=found.embedding_scale,
+            head_bias=found.head_bias,
+            logit_scale=found.logit_scale,
+            logit_softcap=found.logit_softcap,
+            last_block=found.last_block,
+            identity=self.identity,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go: the device of the embedding."""
+        return self._anatomy.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._anatomy.embedding.dtype
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: the generation config's (else the config's) and the tokenizer's, ascending."""
+        generation = getattr(self.model.generation_config, "eos_token_id", None)
+        declared = generation if generation is not None else self._anatomy.config.eos_token_id
+        ids = set(declared if isinstance(declared, (list, tuple)) else [declared]) | {self.tokenizer.eos_token_id}
+        return tuple(sorted(int(i) for i in ids if i is not None))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move a model that accelerate has not spread; updates the shared parts."""
+        self.model.to(device)  # type: ignore[arg-type]
+        scales = self._anatomy.embedding_scale
+        self._anatomy = anatomy(self.model)
+        self._anatomy.embedding_scale = scales
+        return self
+
+    def forward(
+        self,
+        tokens: Tensor,
+        layers: Sequence[int],
+        attention_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Any = None,
+    ) -> Features:
+        """Run the decoder, without the head.
+
+        tokens [B, T] int64. layers: ascending ids, 0 = first decoder layer's output. attention_mask [B, past + T],
+        1 where a token is real. positions [B, T]; by default real tokens are numbered from 0 in each row, so left
+        and right padding give the same features. cache: a transformers Cache, extended in place.
+        Returns features on the device of the last hidden state; those at padding are meaningless.
+        """
+        wanted = check_layers(tuple(layers), len(self._anatomy.layers)) if len(layers) else ()
+        tokens = tokens.to(self.device)
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(self.device)
+        if positions is None:
+            positions = default_positions(tokens, attention_mask, _past(cache))
+        arguments = {"attention_mask": attention_mask, "position_ids": positions.to(self.device)}
+        if cache is not None:
+            arguments[self._cache_name] = cache
+        with _outputs([self._anatomy.layers[i] for i in wanted]) as kept:
+            result = self._anatomy.decoder(input_ids=tokens, use_cache=cache is not None, **arguments)
+        last = result[0] if isinstance(result, tuple) else result.last_hidden_state
+        if not wanted:
+            return Features(last.new_empty(*last.shape[:2], 0, last.shape[-1]), last)
+        return Features(torch.stack([output.to(last.device) for output in kept], dim=2), last)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """The target's logits of last hidden states. last [..., D] -> [..., V], on the head's device."""
+        return self.parts.logits(last.to(self._anatomy.head.device))
+
+    @torch.inference_mode()
+    def own_top1(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Argmax of the whole model's own logits, head included: the outside witness of check 4. [B, T] -> int64 [B, T]."""
+        positions = default_positions(tokens, attention_mask, 0)
+        arguments = {"attention_mask": attention_mask, "position_ids": positions}
+        moved = {name: None if value is None else value.to(self.device) for name, value in arguments.items()}
+        return self.model(input_ids=tokens.to(self.device), use_cache=False, **moved).logits.argmax(-1)
+
+    @torch.inference_mode()
+    def _check_anatomy(self) -> None:
+        """Eight tokens through the model: the parts must reproduce the first layer's input and the logits."""
+        found = self._anatomy
+        step = max(1, found.head.shape[0] // 9)
+        tokens = (torch.arange(1, 9, device=self.device) * step % found.head.shape[0])[None]
+        with _inputs(found.layers[0]) as first:
+            own = self.model(input_ids=tokens, use_cache=False).logits
+        found.check_embedding(tokens, first[0])
+        ours = self.logits(self.forward(tokens, ()).last).to(own.device)
+        error, size = float((ours.float() - own.float()).abs().max()), float(own.float().abs().max())
+        # Matrix kernels may differ by the shape they are given; a wrong norm, head or scale is off by the logits' own size.
+        allowed = 64 * torch.finfo(self.dtype).eps * max(size, 1.0)
+        if not error <= allowed:
+            raise ValueError(
+                f"the parts found in {type(self.model).__name__} do not give its logits (largest difference {error:.3g}, "
+                f"allowed {allowed:.3g}): {found.describe()}"
+            )
+
+
+def feature_truth(parts: TargetParts, last: Tensor, top1: Tensor, where: str) -> float:
+    """Check 4: head(last) has the target's own argmax on >= 99% of positions; returns the share.
+
+    last [N, D], top1 [N]. ValueError names `where` and what to look at. An empty sample is an error: it proves nothing.
+    """
+    if top1.numel() == 0:
+        raise ValueError(f"{where}: no positions to check the features on")
+    device = parts.head.device
+    step = max(1, LOGITS_AT_ONCE // parts.head.shape[0])
+    hits = sum(
+        int((parts.logits(rows.to(device)).argmax(-1) == own.to(device)).sum())
+        for rows, own in zip(last.split(step), top1.split(step), strict=True)
+    )
+    share = hits / top1.numel()
+    if share < TRUTH_SHARE:
+        raise ValueError(
+            f"{where}: head(last) has the target's own argmax on only {share:.1%} of {top1.numel()} positions (>= "
+            f"{TRUTH_SHARE:.0%} needed): the last hidden state is not the final norm's output, belongs to another layer, "
+            f"dtype or target, or the head's scale is wrong"
+        )
+    return share
+
+
+def default_positions(tokens: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+    """Positions of real tokens numbered from 0 per row; 0 on padding. tokens [B, T], attention_mask [B, past + T] -> [B, T]."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    if attention_mask.shape != (tokens.shape[0], past + tokens.shape[1]):
+        raise ValueError(
+            f"attention_mask must be [B, past + T] = {[tokens.shape[0], past + tokens.shape[1]]}, got {list(attention_mask.shape)}"
+        )
+    return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+
+
+def _past(cache: Any) -> int:
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def _is_causal(config: Any) -> bool:
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
+@contextmanager
+def _outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collect these layers' outputs during one forward. Layers return a tensor or a tuple that starts with it."""
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect a layer's hidden-state input during one forward."""
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        kept.append(arguments[0] if arguments else named["hidden_states"])
+
+    handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield kept
+    finally:
+        handle.remove()
