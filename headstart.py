@@ -1,0 +1,174 @@
+"""headstart: one command for every entry, and the demo that walks the whole road.
+
+    headstart prepare | train | eval | export | demo  [hydra overrides]
+
+The first word picks the entry; the rest goes to Hydra untouched (`headstart train --help` lists the keys, `-m` sweeps).
+Each entry also runs as a module: `python -m training.train ...`.
+"""
+
+import importlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from checkpoints.files import fingerprint, read_json, sha256_file, write_json
+from checkpoints.run import ROOT, known_groups, record, settings
+
+ENTRIES = {
+    "prepare": ("data.prepare", "prompts, the target's own answers, and its features"),
+    "train": ("training.train", "train a drafter on a frozen target"),
+    "eval": ("eval.evaluate", "tau, acceptance by slot, speed and losslessness of a head"),
+    "export": ("checkpoints.export", "write, lint, verify or import the folders that engines load"),
+    "demo": ("headstart", "the whole road on the embedded target, in minutes"),
+}
+ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
+
+
+def main() -> None:
+    """Pick the entry by the first argument and hand the rest to its Hydra app."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if command not in ENTRIES:
+        sys.exit(f"headstart: no command {command!r}\n\n{usage()}")
+    module, _ = ENTRIES[command]
+    sys.argv = [f"headstart {command}", *sys.argv[2:]]
+    if command == "demo":
+        demo()
+    else:
+        importlib.import_module(module).main()
+
+
+def usage() -> str:
+    """The commands, one line each."""
+    lines = [f"  {name:8} {what}" for name, (_, what) in ENTRIES.items()]
+    return "\n".join(
+        ["usage: headstart COMMAND [key=value ...]", "", *lines, "", "headstart COMMAND --help lists the command's keys."]
+    )
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """out: folder of everything the demo leaves. stages: overrides of each command, in order; `{out}` is the folder."""
+
+    out: str
+    stages: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.stages) - set(ENTRIES) - {name for name in self.stages if "-" in name})
+        if unknown:
+            raise ValueError(f"unknown stage(s) in demo.stages: {', '.join(unknown)}; allowed: {', '.join(ENTRIES)}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of the demo. mark holds its fingerprint and seconds once it has finished."""
+
+    name: str
+    command: list[str]
+    folder: Path
+    fingerprint: str
+
+    @property
+    def mark(self) -> Path:
+        return self.folder / "stage.json"
+
+    def finished(self) -> bool:
+        """Whether this very stage (same command, sources and earlier stages) ran to its end before."""
+        return self.mark.exists() and read_json(self.mark)["fingerprint"] == self.fingerprint
+
+    def run(self) -> None:
+        """Run the command; its output passes through. SystemExit names the stage when it fails."""
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", *self.command], cwd=ROOT, check=False)
+        if done.returncode != 0:
+            sys.exit(f"demo: {self.name} failed (exit {done.returncode}); `headstart demo` again resumes there")
+        seconds = round(time.monotonic() - started, 1)
+        write_json(self.mark, {"fingerprint": self.fingerprint, "seconds": seconds, "command": self.command})
+
+
+def stages(config: DemoSettings) -> list[Stage]:
+    """The demo's commands. A stage's fingerprint covers the sources, its overrides and every stage before it."""
+    out = Path(config.out).resolve()
+    chain: Any = source_fingerprint()
+    planned = []
+    for name, overrides in config.stages.items():
+        module, _ = ENTRIES[name.split("-")[0]]
+        folder = out / name
+        command = [module, f"hydra.run.dir={folder}", *(text.replace("{out}", str(out)) for text in overrides)]
+        chain = fingerprint([chain, command])
+        planned.append(Stage(name, command, folder, chain))
+    return planned
+
+
+def source_fingerprint() -> str:
+    """Changes when any code or config of the project does: a finished stage of other code does not count."""
+    files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".yaml"))
+    return fingerprint([(str(path.relative_to(ROOT)), sha256_file(path)) for path in files])
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="demo")
+def demo(config: DictConfig) -> None:
+    """Prepare, train, evaluate and export on the embedded target; leaves report.json and a table on the screen."""
+    known_groups(config, "out", "stages")
+    plan = settings(DemoSettings, config, "demo")
+    out = Path(plan.out).resolve()
+    console = Console()
+    for stage in stages(plan):
+        if stage.finished():
+            console.print(f"[dim]{stage.name}: finished before, not run again[/dim]")
+            continue
+        console.rule(stage.name)
+        console.print("python -m " + " ".join(stage.command), style="dim", soft_wrap=True)
+        stage.run()
+    report = demo_report(out, list(plan.stages))
+    write_json(out / "report.json", report)
+    record(out, config)
+    show(report, console)
+
+
+def demo_report(out: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The evaluation's report with the demo's own keys: seconds by stage, the head's folder and its exports."""
+    seconds = {name: read_json(out / name / "stage.json")["seconds"] for name in names}
+    exports = {path.name: str(path) for path in sorted((out / "export").iterdir()) if (path / "config.json").exists()}
+    report = read_json(out / "eval" / "report.json")
+    return report | {
+        "seconds": seconds | {"total": round(sum(seconds.values()), 1)},
+        "drafter_dir": str(out / "train" / "drafter"),
+        "export_dirs": exports,
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print what the demo found."""
+    table = Table("domain", "tau", "accepted", title="held-out prompts", title_justify="left")
+    for domain, tau in sorted(report["domains"].items()):
+        table.add_row(domain, f"{tau:.2f}", f"{tau - 1:.2f}")
+    table.add_row("all", f"{report['tau']:.2f}", f"{report['accepted']:.2f}", style="bold")
+    console.print(table)
+    console.print("alpha by slot  " + "  ".join(f"{value:.2f}" for value in report["alpha"]))
+    console.print(
+        f"greedy output identical on all {report['prompts']} prompts: {report['greedy_identical']} "
+        f"(near ties: {report['near_ties']})"
+    )
+    console.print(
+        f"{report['tokens_per_s']:.1f} tokens/s with the drafter, {report['baseline_tokens_per_s']:.1f} without: "
+        f"{report['speedup']:.2f}x"
+    )
+    console.print("seconds        " + "  ".join(f"{name} {value:g}" for name, value in report["seconds"].items()))
+    for engine, folder in report["export_dirs"].items():
+        console.print(f"export {engine:12} {folder}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
