@@ -59,15 +59,19 @@ def usage() -> str:
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """out: folder of everything the demo leaves. stages: overrides of each command, in order; `{out}` is the folder."""
+    """out: folder of everything the demo leaves. stages: overrides of each command, in order; `{out}` is the folder.
+
+    A stage is named after its command; a second one of the same command is COMMAND-NAME.
+    """
 
     out: str
     stages: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.stages) - set(ENTRIES) - {name for name in self.stages if "-" in name})
+        unknown = [name for name in self.stages if name.split("-")[0] not in ENTRIES]
         if unknown:
-            raise ValueError(f"unknown stage(s) in demo.stages: {', '.join(unknown)}; allowed: {', '.join(ENTRIES)}")
+            allowed = ", ".join(ENTRIES)
+            raise ValueError(f"unknown stage(s) in demo.stages: {', '.join(unknown)}; allowed: {allowed}, or COMMAND-NAME")
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ def demo(config: DictConfig) -> None:
     known_groups(config, "out", "stages")
     plan = settings(DemoSettings, config, "demo")
     out = Path(plan.out).resolve()
+    record(out, config)
     console = Console()
     for stage in stages(plan):
         if stage.finished():
@@ -133,7 +138,6 @@ def demo(config: DictConfig) -> None:
         stage.run()
     report = demo_report(out, list(plan.stages))
     write_json(out / "report.json", report)
-    record(out, config)
     show(report, console)
 
 
