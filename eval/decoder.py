@@ -1,0 +1,316 @@
+"""Speculative decoding of several requests at once, and the same loop without a drafter.
+
+One round of a request, its anchor at position a (known, not yet read by the target):
+
+    propose    d1 .. dK                     drafter, after the anchor
+    target     reads  A  d1 .. dK           one forward, positions a .. a + K
+    verify     keeps  d1 .. dn  and adds the corrected or bonus token x
+    cache      keeps  A  d1 .. dn           the rest is dropped
+    observe    features of A d1 .. dn, followed by d1 .. dn x; x is the next anchor
+
+Without a drafter K = 0: each round reads the anchor and adds one token, with the same cache and verification.
+
+Letters in shapes: R requests still running, S requests of the group, K slots, L captured layers, D hidden width.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from data.target import Features, Target
+from drafters.contract import Drafter, Proposal
+from drafters.sampling import RESIDUAL_STREAM, Sampling, counter_uniform, draw
+from eval.cache import RowCache, check_cacheable
+from eval.verification import Verdict, verify, verify_greedy
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """num_slots: tokens drafted per round (unused without a drafter). max_new_tokens: per request, end of turn included.
+
+    batch_size: requests decoded together. sampling: applied to target and drafter alike. seed: of all random numbers.
+    ValueError on values below 1.
+    """
+
+    num_slots: int = 5
+    max_new_tokens: int = 128
+    batch_size: int = 8
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class Generation:
+    """One request's answer, and its rounds.
+
+    tokens: new tokens; the first was written by the target while it read the prompt and belongs to no round.
+    emitted: tokens of each round that stand in `tokens`. accepted: how many of those were drafted. proposed: slots that
+    were scored: K, or, where the answer ended at an accepted draft (end of turn or max_new_tokens), the slots up to it.
+    verified: drafts that verification accepted in each round before the answer's end cut it; engines count these.
+    stopped: whether an end of turn ended it.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+
+class Clock:
+    """Seconds by stage: prefill, draft, verify, rest. `device` is waited for at the stages' edges when it is a GPU."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(("prefill", "draft", "verify", "rest"), 0.0)
+        self._device = torch.device(device)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to a stage."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] += self._now() - started
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+@torch.no_grad()
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[list[int]],
+    settings: DecodeSettings,
+    clock: Clock | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[Generation]:
+    """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
+
+    A request's tokens do not depend on the others in its group, up to the rounding of batched kernels. seeds: one per
+    prompt; by default settings.seed + its index. clock: filled when given (a GPU is then waited for at every stage).
+    ValueError for an empty prompt, one that leaves no room in the target's positions, or a target without plain KV cache.
+    """
+    check_cacheable(target.model)
+    _check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
+    seeds = seeds if seeds is not None else [settings.seed + index for index in range(len(prompts))]
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
+    results = [Generation() for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    training = drafter is not None and drafter.training
+    if drafter is not None:
+        drafter.eval()
+    try:
+        for start in range(0, len(order), settings.batch_size):
+            chosen = order[start : start + settings.batch_size]
+            group = _Group(target, drafter, settings, clock)
+            group.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
+    finally:
+        if drafter is not None:
+            drafter.train(training)
+    return results
+
+
+class _Group:
+    """Requests that are decoded together until the last has ended; those that end earlier leave the target's batch."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, settings: DecodeSettings, clock: Clock | None
+    ) -> None:
+        self.target, self.drafter, self.settings = target, drafter, settings
+        self.num_slots = settings.num_slots if drafter is not None else 0
+        self.layers = drafter.needs.layers if drafter is not None else ()
+        self.clock = clock
+        self.ends = set(target.eos_ids)
+        parameter = None if drafter is None else next(drafter.parameters(), None)
+        self.like = parameter if parameter is not None else torch.empty(0, device=target.device, dtype=target.dtype)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        if self.clock is None:
+            yield
+        else:
+            with self.clock.stage(name):
+                yield
+
+    def run(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
+        device = self.target.device
+        self.results = results
+        self.alive = list(range(len(prompts)))  # rows of the drafter's state that still run, in the order of the cache
+        self.all_seeds = torch.tensor(seeds, device=device)
+        self.seeds = self.all_seeds
+        with self.timed("prefill"):
+            features, mask = self._prefill(prompts)
+            first = self._first_tokens(features.last[:, -1])
+            self.anchors = torch.tensor(first, device=device)
+        with self.timed("rest"):
+            for result, token in zip(results, first, strict=True):
+                self._append(result, [token])
+        with self.timed("draft"):
+            if self.drafter is not None and not all(map(self._ended, results)):
+                capacity = max(map(len, prompts)) + self.settings.max_new_tokens + self.num_slots + 1
+                self.state = self.drafter.begin(len(prompts), capacity)
+                self._observe_prompts(prompts, features, mask)
+        del features
+        with self.timed("rest"):
+            self._drop_ended()
+        while self.alive:
+            self._round()
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Features, Tensor]:
+        """Read the prompts, padded on the left. Features [S, T, ...] and mask [S, T]."""
+        longest = max(map(len, prompts))
+        rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        real = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        mask = torch.tensor(real, device=self.target.device)
+        self.cache = RowCache(self.target.model, mask)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        tokens = torch.tensor(rows, device=self.target.device)
+        return self.target.forward(tokens, self.layers, mask, positions, self.cache.cache), mask
+
+    def _first_tokens(self, last: Tensor) -> list[int]:
+        """The target's own token after each prompt. last [S, D]."""
+        logits = self.target.logits(last)
+        sampling = self.settings.sampling
+        if sampling.greedy:
+            return logits.argmax(-1).tolist()
+        positions = self.cache.lengths.to(logits.device)
+        return draw(
+            sampling.probs(logits), counter_uniform(self.seeds.to(logits.device), positions, RESIDUAL_STREAM)
+        ).tolist()
+
+    def _observe_prompts(self, prompts: list[list[int]], features: Features, mask: Tensor) -> None:
+        """Show the drafter the prompts' features, moved from left padding to the front of each row."""
+        longest = mask.shape[1]
+        first = [result.tokens[0] for result in self.results]
+        padded = [
+            prompt[1:] + [token] + [0] * (longest - len(prompt)) for prompt, token in zip(prompts, first, strict=True)
+        ]
+        lengths = self.cache.lengths
+        columns = torch.arange(longest, device=mask.device) + (longest - lengths)[:, None]
+        columns = columns.clamp_max(longest - 1).to(features.last.device)
+        rows = torch.arange(len(prompts), device=columns.device)[:, None]
+        moved = Features(features.aux[rows, columns], features.last[rows, columns])
+        self._observe(torch.tensor(padded, device=mask.device), moved, lengths)
+
+    def _observe(self, next_ids: Tensor, features: Features, lengths: Tensor) -> None:
+        """Hand features to the drafter in its own dtype and place, every row of its state filled."""
+        drafter, device = self.drafter, self.like.device
+        assert drafter is not None
+        aux, last = features.aux.to(self.like), features.last.to(self.like)
+        next_ids, lengths = next_ids.to(device), lengths.to(device)
+        if len(self.alive) < len(self.all_seeds):
+            rows = torch.tensor(self.alive, device=device)
+            aux, last, next_ids, lengths = (
+                value.new_zeros(len(self.all_seeds), *value.shape[1:]).index_copy_(0, rows, value)
+                for value in (aux, last, next_ids, lengths)
+            )
+        drafter.observe(self.state, next_ids, aux, last, lengths)
+
+    def _round(self) -> None:
+        num_slots, device = self.num_slots, self.target.device
+        with self.timed("draft"):
+            proposal = self._propose()
+            block = torch.cat([self.anchors[:, None], proposal.tokens], 1)
+        with self.timed("verify"):
+            lengths = self.cache.lengths
+            positions = lengths[:, None] + torch.arange(num_slots + 1, device=device)
+            mask = self.cache.mask(num_slots + 1)
+            features = self.target.forward(block, self.layers, mask, positions, self.cache.cache)
+            verdict = self._verify(features.last, proposal, lengths)
+            # The round's one wait for the device: what was emitted, and how much of it was drafted.
+            found = torch.cat([verdict.accepted[:, None], verdict.tokens], 1).tolist()
+        with self.timed("rest"):
+            accepted = [row[0] for row in found]
+            for row, result_row in zip(found, self.alive, strict=True):
+                self._record(self.results[result_row], row[1 : row[0] + 2], row[0])
+            self.cache.keep([count + 1 for count in accepted], num_slots + 1)
+            self.anchors = verdict.tokens.gather(1, verdict.accepted[:, None]).squeeze(1).to(device)
+            running = any(not self._ended(self.results[row]) for row in self.alive)
+        if self.drafter is not None and running:
+            with self.timed("draft"):
+                self._observe(verdict.tokens.clamp_min(0), features, verdict.accepted + 1)
+        with self.timed("rest"):
+            self._drop_ended()
+
+    def _propose(self) -> Proposal:
+        """A proposal for the running requests: tokens [R, K], none without a drafter."""
+        if self.drafter is None:
+            return Proposal(self.anchors.new_empty(len(self.anchors), 0))
+        seeds = self.all_seeds.to(self.like.device)
+        proposal = self.drafter.propose(self.state, self.num_slots, self.settings.sampling, seeds)
+        tokens, probs = proposal.tokens, proposal.probs
+        if len(self.alive) < len(self.all_seeds):
+            rows = torch.tensor(self.alive, device=tokens.device)
+            tokens, probs = tokens[rows], None if probs is None else probs[rows]
+        return Proposal(tokens.to(self.target.device), probs)
+
+    def _verify(self, last: Tensor, proposal: Proposal, positions: Tensor) -> Verdict:
+        """last [R, K+1, D], anchors at positions [R]."""
+        logits = self.target.logits(last)
+        tokens = proposal.tokens.to(logits.device)
+        sampling = self.settings.sampling
+        if sampling.greedy:
+            return verify_greedy(logits.argmax(-1), tokens)
+        probs = None if proposal.probs is None else proposal.probs.to(logits.device)
+        return verify(
+            sampling.probs(logits), tokens, probs, self.seeds.to(logits.device), positions.to(logits.device)
+        )
+
+    def _record(self, result: Generation, tokens: list[int], accepted: int) -> None:
+        """Add one round, cut at an end of turn and at max_new_tokens."""
+        emitted = self._append(result, tokens)
+        cut = emitted <= accepted
+        result.emitted.append(emitted)
+        result.accepted.append(min(accepted, emitted))
+        result.proposed.append(emitted if cut else self.num_slots)
+        result.verified.append(accepted)
+
+    def _append(self, result: Generation, tokens: list[int]) -> int:
+        """Append up to the answer's end; returns how many tokens were taken."""
+        room = self.settings.max_new_tokens - len(result.tokens)
+        end = next((index + 1 for index, token in enumerate(tokens) if token in self.ends), None)
+        taken = tokens[: min(room, end or room)]
+        result.tokens += taken
+        result.stopped = bool(taken) and taken[-1] in self.ends
+        return len(taken)
+
+    def _ended(self, result: Generation) -> bool:
+        return result.stopped or len(result.tokens) >= self.settings.max_new_tokens
+
+    def _drop_ended(self) -> None:
+        keep = [index for index, row in enumerate(self.alive) if not self._ended(self.results[row])]
+        if len(keep) == len(self.alive):
+            return
+        self.alive = [self.alive[index] for index in keep]
+        if self.alive:
+            self.cache.select(keep)
+            index = torch.tensor(keep, device=self.anchors.device)
+            self.anchors, self.seeds = self.anchors[index], self.seeds[index]
+
+
+def _check_lengths(target: Target, prompts: Sequence[list[int]], settings: DecodeSettings, num_slots: int) -> None:
+    limit = getattr(target.parts.config, "max_position_embeddings", None)
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty: the target needs at least one token")
+        needed = len(prompt) + settings.max_new_tokens + num_slots
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {settings.max_new_tokens} and {num_slots} slots "
+                f"that is {needed} positions, the target has {limit}"
+            )
