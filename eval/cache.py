@@ -9,7 +9,7 @@ takes positions from the rotary embedding alone, so there the move waits until h
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicLayer
 
 SUPPORTED = ("full_attention", "sliding_attention", "chunked_attention")
 HOLES_ALLOWED = 0.25
@@ -65,8 +65,8 @@ class BufferedLayer(DynamicLayer):
 class RowCache:
     """Cache of R requests.
 
-    cache: what the target extends. visible [R, width] int64: 1 where a column holds a token of the row. lengths [R] int64
-    (device) and host_lengths: tokens held by each row.
+    cache: what the target extends. visible [R, width] int64: 1 where a column holds a token of the row. lengths [R]
+    int64 (device) and host_lengths: tokens held by each row.
     """
 
     def __init__(self, model: PreTrainedModel, prompt_mask: Tensor) -> None:
@@ -125,11 +125,12 @@ class RowCache:
 def check_cacheable(model: PreTrainedModel) -> set[str]:
     """Kinds of attention in the target; ValueError when its cache holds more than keys and values by position."""
     config: PretrainedConfig = model.config.get_text_config(decoder=True)
-    kinds = set(get_layer_types_and_kwargs(config)[0])
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
     foreign = sorted(kinds - set(SUPPORTED))
     if foreign or getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{type(model).__name__} keeps state that cannot be taken back after a rejection "
-            f"({', '.join(foreign) or 'recurrent state'}); decoding supports targets whose layers are {', '.join(SUPPORTED)}"
+            f"({', '.join(foreign) or 'recurrent state'}); decoding supports layers of {', '.join(SUPPORTED)}"
         )
     return kinds

@@ -30,7 +30,8 @@ from eval.verification import Verdict, verify, verify_greedy
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """num_slots: tokens drafted per round (unused without a drafter). max_new_tokens: per request, end of turn included.
+    """num_slots: tokens drafted per round (unused without a drafter). max_new_tokens: per request, end of turn
+    included.
 
     batch_size: requests decoded together. sampling: applied to target and drafter alike. seed: of all random numbers.
     ValueError on values below 1.
@@ -102,7 +103,8 @@ def generate(
 
     A request's tokens do not depend on the others in its group, up to the rounding of batched kernels. seeds: one per
     prompt; by default settings.seed + its index. clock: filled when given (a GPU is then waited for at every stage).
-    ValueError for an empty prompt, one that leaves no room in the target's positions, or a target without plain KV cache.
+    ValueError for an empty prompt, one that leaves no room in the target's positions, or a target without plain KV
+    cache.
     """
     check_cacheable(target.model)
     _check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
@@ -128,9 +130,7 @@ def generate(
 class _Group:
     """Requests that are decoded together until the last has ended; those that end earlier leave the target's batch."""
 
-    def __init__(
-        self, target: Target, drafter: Drafter | None, settings: DecodeSettings, clock: Clock | None
-    ) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, settings: DecodeSettings, clock: Clock | None) -> None:
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_slots = settings.num_slots if drafter is not None else 0
         self.layers = drafter.needs.layers if drafter is not None else ()
@@ -267,9 +267,7 @@ class _Group:
         if sampling.greedy:
             return verify_greedy(logits.argmax(-1), tokens)
         probs = None if proposal.probs is None else proposal.probs.to(logits.device)
-        return verify(
-            sampling.probs(logits), tokens, probs, self.seeds.to(logits.device), positions.to(logits.device)
-        )
+        return verify(sampling.probs(logits), tokens, probs, self.seeds.to(logits.device), positions.to(logits.device))
 
     def _record(self, result: Generation, tokens: list[int], accepted: int) -> None:
         """Add one round, cut at an end of turn and at max_new_tokens."""
@@ -311,6 +309,6 @@ def _check_lengths(target: Target, prompts: Sequence[list[int]], settings: Decod
         needed = len(prompt) + settings.max_new_tokens + num_slots
         if limit is not None and needed > limit:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {settings.max_new_tokens} and {num_slots} slots "
-                f"that is {needed} positions, the target has {limit}"
+                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {settings.max_new_tokens} and "
+                f"{num_slots} slots that is {needed} positions, the target has {limit}"
             )
