@@ -4,9 +4,9 @@ A chat's answers are found on token ids: full rendering minus prompt rendering, 
 in the text, so no marker or header has to be known. What a template does to a chat is verified turn by turn, and a
 template whose prompt, answer and history do not fit together is refused (`TemplateError`), never guessed.
 
-    prompt(messages[:i])      <s> user Hi </s> assistant:                      rendered with the generation prompt
+    prompt(messages[:i])      <s> user Hi </s> assistant:                      with the generation prompt
     full(messages[:i+1])      <s> user Hi </s> assistant: Hello </s> \\n
-    turns                      0   0   0   0       0        1    1   0         end of turn counts, glue after it does not
+    turns                      0   0   0   0       0        1    1   0         end of turn counts, glue does not
 
 Rows whose ids were recorded when the target wrote them need no template: `recorded` takes the ids as they are.
 """
@@ -45,7 +45,7 @@ class Chat:
         return cut
 
     def prompt_and_answer(self) -> tuple[list[int], list[int]]:
-        """Ids before the last answer, and the last answer's ids (end of turn included). ValueError without an answer."""
+        """Ids before the last answer, and that answer's ids (end of turn included). ValueError without one."""
         last = max(self.turns, default=0)
         if not last:
             raise ValueError("the chat holds no answer")
@@ -55,7 +55,7 @@ class Chat:
 
 
 def recorded(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Chat:
-    """A chat from ids recorded at generation, used as they are: the response is answer 1, the prompt is not supervised."""
+    """A chat from ids recorded at generation, used as they are: the response is answer 1."""
     return Chat([*prompt_ids, *response_ids], [0] * len(prompt_ids) + [1] * len(response_ids))
 
 
@@ -63,8 +63,9 @@ class Template:
     """A tokenizer's chat template with one thinking choice.
 
     thinking: True or False sets the template's switch, None leaves its default. It belongs in the record of whatever
-    is made with it. eos_ids: tokens that end an answer besides the tokenizer's special tokens.
-    Raises TemplateError when the tokenizer has no template, or a thinking choice is given and the template has no switch.
+    is made with it; `switches` is what the template is given. eos_ids: tokens that end an answer besides the
+    tokenizer's special tokens. Raises TemplateError when the tokenizer has no template, or a thinking choice is given
+    and the template has no switch.
     """
 
     def __init__(
@@ -76,21 +77,25 @@ class Template:
             text = str(tokenizer.get_chat_template())
         except ValueError as error:
             raise TemplateError(f"tokenizer {tokenizer.name_or_path!r} has no chat template: {error}") from error
-        self._switches: dict[str, Any] = {}
+        self.switches: dict[str, Any] = {}
         if thinking is not None:
-            self._switches = {name: thinking for name in THINKING_SWITCHES if name in text}
-            if not any(name in text for name in THINKING_SWITCHES):
-                raise TemplateError(f"thinking={thinking} was asked for, but the chat template has no thinking switch; set it to null")
+            self.switches = {name: thinking for name in THINKING_SWITCHES if name in text}
+            if not self.switches:
+                raise TemplateError(f"thinking={thinking}: the chat template has no thinking switch; set it to null")
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._ends = special | set(tokenizer.all_special_ids) | set(eos_ids)
         self._end_texts = tuple(_squeeze(token) for token in tokenizer.convert_ids_to_tokens(sorted(self._ends)))
+
+    def ends(self, token: int) -> bool:
+        """Whether a token ends an answer."""
+        return token in self._ends
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids of the messages with the generation prompt: what the target reads before it answers."""
         return self._render(messages, prompt=True)[1]
 
     def chat(self, messages: Messages) -> Chat:
-        """Ids of a whole chat and its turns, one for each assistant message. TemplateError when turns do not fit together."""
+        """A whole chat and its turns, one an assistant message. TemplateError when turns do not fit together."""
         answers = check_messages(messages)
         _, whole = self._render(messages, prompt=False)
         turns = [0] * len(whole)
@@ -124,14 +129,15 @@ class Template:
         if not text.startswith(before) or full[: len(prompt)] != prompt:
             raise TemplateError(
                 f"turn {turn}: the prompt's rendering is not a prefix of the chat's, so where the answer starts is "
-                f"unknown. The prompt ends in {before[-60:]!r}; there the chat reads {text[max(0, len(before) - 60) :][:120]!r}"
+                f"unknown. The prompt ends in {before[-60:]!r}; there the chat reads "
+                f"{text[max(0, len(before) - 60) :][:120]!r}"
                 f"{self._hint()}"
             )
         self._verify_text(text[len(before) :], messages[-1], turn)
         return len(prompt), full
 
     def _verify_text(self, answer: str, message: dict[str, Any], turn: int) -> None:
-        """The rendered answer holds the message's own words, all of them and nothing before them (white space aside)."""
+        """The rendered answer is the message's own words, all of them and no others (white space aside)."""
         if message.get("tool_calls"):
             return  # rendered by the template in its own syntax; prefix and history checks still hold
         shown, content = _squeeze(answer), _squeeze(message.get("content") or "")
@@ -148,7 +154,7 @@ class Template:
             )
 
     def _end(self, full: list[int], start: int) -> int:
-        """One past the end of turn: the first of the last run of ending tokens after `start`, else the rendering's end."""
+        """One past the end of turn: the first of the last run of ending tokens, else the rendering's end."""
         ends = [i for i in range(start, len(full)) if full[i] in self._ends]
         if not ends:
             return len(full)
@@ -158,7 +164,7 @@ class Template:
         """Text and ids; special tokens come from the template alone, so a template that writes BOS has exactly one."""
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt, **self._switches
+                list(messages), tokenize=False, add_generation_prompt=prompt, **self.switches
             )
         except (JinjaError, TypeError, KeyError, AttributeError) as error:
             raise TemplateError(f"the chat template refuses this chat of {len(messages)} messages: {error}") from error

@@ -5,7 +5,7 @@ Nothing disappears silently: a row that cannot teach is dropped under a reason, 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -50,7 +50,8 @@ class Report:
     """What became of a source's rows. read = kept + dropped, except that multi_turn=split keeps several of one row.
 
     kept, truncated: conversations (or prompts). tokens, answer_tokens: in the kept. dropped: reason -> rows.
-    thinking: the choice the answers were written or rendered with. first_refusal: the first row that the chat template refused.
+    thinking: the choice the answers were written or rendered with. first_refusal: the first row that the chat template
+    refused, and why.
     """
 
     read: int = 0
@@ -108,13 +109,16 @@ def read_prompts(
 
 
 def read_source(
-    settings: SourceSettings, tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int] = (), vocab_size: int | None = None
+    settings: SourceSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: Iterable[int] = (),
+    vocab_size: int | None = None,
 ) -> tuple[list[Conversation], Report]:
     """Conversations of a source that already holds answers, and what was dropped.
 
     Rows with recorded ids are used as they are; rows of messages go through the tokenizer's chat template. Raises
-    ValueError naming file and line for bad rows, for ids outside the vocabulary and for answers recorded in another thinking
-    mode, and TemplateError when the template refuses every row.
+    ValueError naming file and line for bad rows, for ids outside the vocabulary and for answers recorded in another
+    thinking mode, and TemplateError when the template refuses every row.
     """
     if settings.source == "builtin":
         raise ValueError("data.source=builtin holds prompts only: let the target answer them first")
@@ -130,11 +134,12 @@ def read_source(
             continue
         for conversation in _chats(row, settings, template, report):
             if conversation.tokens and max(conversation.tokens) >= size:
-                raise ValueError(f"{row.where}: token id {max(conversation.tokens)} is outside the target's {size} tokens")
+                worst = max(conversation.tokens)
+                raise ValueError(f"{row.where}: token id {worst} is outside the target's {size} tokens")
             if fit(conversation, settings.max_length, report):
                 kept.append(conversation)
     if not kept and report.first_refusal:
-        raise TemplateError(f"the chat template refused every row that held an answer; the first: {report.first_refusal}")
+        raise TemplateError(f"the chat template refused every row with an answer; the first: {report.first_refusal}")
     return kept, report
 
 
@@ -150,10 +155,10 @@ def _chats(row: Row, settings: SourceSettings, template: Template | None, report
         report.drop(trouble)
         return
     else:
-        assert template is not None and row.messages is not None
+        assert template is not None
+        messages = row.messages or []
         try:
-            split = settings.multi_turn == "split"
-            chats = template.split(row.messages) if split else [template.chat(row.messages)]
+            chats = template.split(messages) if settings.multi_turn == "split" else [template.chat(messages)]
         except TemplateError as error:
             report.drop("refused by the chat template")
             report.first_refusal = report.first_refusal or f"{row.where}: {error}"
@@ -166,7 +171,7 @@ def _chats(row: Row, settings: SourceSettings, template: Template | None, report
 
 
 def fit(conversation: Conversation, max_length: int | None, report: Report) -> bool:
-    """Cut a conversation in place, to max_length and after its last answer, and count it; False (counted) if it cannot teach.
+    """Cut a conversation in place, to max_length and after its last answer, and count it; False if it cannot teach.
 
     An anchor needs a following token in the same answer, so an answer of one token teaches nothing.
     """
@@ -280,8 +285,7 @@ def _order(messages: Sequence[dict[str, Any]]) -> str | None:
 def _spans(turns: list[int]) -> list[list[int]]:
     spans: list[list[int]] = []
     at = 0
-    grouped: Callable[[list[int]], Any] = groupby
-    for turn, run in grouped(turns):
+    for turn, run in groupby(turns):
         length = len(list(run))
         if turn:
             spans.append([at, at + length, turn])

@@ -62,7 +62,7 @@ class SourceSettings:
 
 @dataclass
 class Row:
-    """One chat of a source. where: file and line, for messages. extra: the row's other keys (sampling, thinking ...)."""
+    """One chat of a source. where: file and line. extra: the row's other keys (sampling, thinking ...)."""
 
     where: str
     id: str
@@ -76,7 +76,7 @@ class Row:
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", object) for every line that is not blank. ValueError names file and line."""
     try:
-        handle = open(path, "rb")
+        handle = open(path, "rb")  # noqa: SIM115 (closed below; only the opening may fail here)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     with handle:
@@ -144,7 +144,8 @@ def _messages(settings: SourceSettings, value: Any) -> list[dict[str, Any]]:
     messages = []
     for index, message in enumerate(value):
         if not isinstance(message, dict) or settings.role_key not in message or settings.content_key not in message:
-            raise ValueError(f"message {index} must have {settings.role_key!r} and {settings.content_key!r}, got {message!r}")
+            keys = f"{settings.role_key!r} and {settings.content_key!r}"
+            raise ValueError(f"message {index} must have {keys}, got {message!r}")
         rest = {
             key: item
             for key, item in message.items()

@@ -49,7 +49,8 @@ def test_two_turns_by_hand() -> None:
 def test_header_markers_are_never_searched_for(markers: tuple[str, str]) -> None:
     ask, reply = markers
     template = (
-        f"{{% for m in messages %}}{{{{ ('{ask} ' if m['role'] == 'user' else '{reply} ') + m['content'] + ' </s> ' }}}}"
+        f"{{% for m in messages %}}{{{{ ('{ask} ' if m['role'] == 'user' else '{reply} ') + m['content'] }}}}"
+        f"{{{{ ' </s> ' }}}}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{reply} ' }}}}{{% endif %}}"
     )
     # the user's text holds the assistant's marker: a search for it would go astray
@@ -59,9 +60,10 @@ def test_header_markers_are_never_searched_for(markers: tuple[str, str]) -> None
 
 
 SWITCH = (
-    "{% for m in messages %}{{ m['role'] + ' : ' }}{% if m['role'] == 'assistant' and not m.get('reasoning_content') and loop.last "
-    "%}{{ '<think> </think> ' }}{% elif m.get('reasoning_content') %}{{ '<think> ' + m['reasoning_content'] + ' </think> ' }}"
-    "{% endif %}{{ m['content'] + ' <e> ' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant : ' }}"
+    "{% for m in messages %}{{ m['role'] + ' : ' }}{% set why = m.get('reasoning_content') %}"
+    "{% if m['role'] == 'assistant' and not why and loop.last %}{{ '<think> </think> ' }}"
+    "{% elif why %}{{ '<think> ' + why + ' </think> ' }}{% endif %}"
+    "{{ m['content'] + ' <e> ' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant : ' }}"
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think> </think> ' }}{% endif %}{% endif %}"
 )
 
@@ -74,7 +76,7 @@ def test_empty_think_block_of_the_generation_prompt_is_not_supervised() -> None:
 
 def test_empty_think_block_in_the_wrong_mode_is_refused() -> None:
     for thinking in (None, True):
-        with pytest.raises(TemplateError, match="turn 1: the chat template does not show the answer as it is.*thinking"):
+        with pytest.raises(TemplateError, match="turn 1: the chat template does not show the answer.*thinking"):
             Template(tokenizer(SWITCH), thinking).chat([user("hi"), answer("a b")])
 
 
@@ -97,7 +99,8 @@ STRIPPING = (
     "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
 )
 THREE_TURNS = [
-    user("hi"), answer("<think> a </think> b"), user("yo"), answer("<think> b </think> c"), user("x"), answer("<think> c </think> d"),
+    user("hi"), answer("<think> a </think> b"), user("yo"), answer("<think> b </think> c"),
+    user("x"), answer("<think> c </think> d"),
 ]  # fmt: skip
 
 
@@ -127,10 +130,9 @@ def test_trimmed_text_keeps_the_right_mask() -> None:
 
 
 def test_upper_cased_answer_is_refused_upper_cased_question_is_not() -> None:
+    shouting = PLAIN.replace("m['content']", "(m['content'] if loop.index < 4 else m['content'] | upper)")
     with pytest.raises(TemplateError, match=r"turn 2: .*message 'b', rendered 'B"):
-        Template(tokenizer(PLAIN.replace("m['content']", "(m['content'] if loop.index < 4 else m['content'] | upper)"))).chat(
-            [user("hi"), answer("a"), user("yo"), answer("b")]
-        )
+        Template(tokenizer(shouting)).chat([user("hi"), answer("a"), user("yo"), answer("b")])
     asked = PLAIN.replace("m['content']", "(m['content'] | upper if m['role'] == 'user' else m['content'])")
     chat = Template(tokenizer(asked)).chat([user("hi"), answer("a")])
     assert chat.tokens == ids("<s> user : HI <e> \n assistant : a <e> \n")
@@ -138,10 +140,10 @@ def test_upper_cased_answer_is_refused_upper_cased_question_is_not() -> None:
 
 
 def test_text_added_before_the_end_of_turn_is_refused() -> None:
+    signed = PLAIN.replace("' <e> \n '", "(' x' if m['role'] == 'assistant' else '') + ' <e> \n '")
+    assert signed != PLAIN
     with pytest.raises(TemplateError, match="turn 1"):
-        Template(tokenizer(PLAIN.replace("' <e> \n '", "(' x' if m['role'] == 'assistant' else '') + ' <e> \n '"))).chat(
-            [user("hi"), answer("a")]
-        )
+        Template(tokenizer(signed)).chat([user("hi"), answer("a")])
 
 
 def test_prompt_that_is_no_prefix_is_refused() -> None:
@@ -166,7 +168,10 @@ def test_nothing_after_the_end_of_turn_is_supervised() -> None:
 
 
 def test_template_without_end_of_turn_supervises_the_answer_alone() -> None:
-    bare = "{% for m in messages %}{{ ('[U] ' if m['role'] == 'user' else '[A] ') + m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}{{ '[A] ' }}{% endif %}"
+    bare = (
+        "{% for m in messages %}{{ ('[U] ' if m['role'] == 'user' else '[A] ') + m['content'] + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[A] ' }}{% endif %}"
+    )
     chat = Template(tokenizer(bare)).chat([user("hi"), answer("a b"), user("yo"), answer("c")])
     assert chat.turns == [0, 0, 0, 1, 1, 0, 0, 0, 2]
 
@@ -193,9 +198,9 @@ def test_bad_messages_are_named() -> None:
         check_messages([user("hi"), {"role": "gpt", "content": "a"}])
     with pytest.raises(ValueError, match="message 0: content must be text, got NoneType"):
         check_messages([{"role": "user", "content": None}])
+    bare = tokenizer(PLAIN)
+    bare.chat_template = None
     with pytest.raises(TemplateError, match="no chat template"):
-        bare = tokenizer(PLAIN)
-        bare.chat_template = None
         Template(bare)
 
 

@@ -1,0 +1,286 @@
+"""Many prompts through the target at once: finished rows leave the batch, waiting prompts take their place.
+
+Rows share one key-value buffer of slots x columns. A new prompt's keys are written so that they end at the current
+column, so admitting it moves nothing of the others; a finished row only frees its slot. Random numbers are counters
+keyed by (request, position), so an answer does not depend on its neighbours, up to the rounding of batched matrix
+products.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from drafters.sampling import Sampling, counter_uniform, draw
+
+ANSWER_STREAM = 4  # drafters.sampling uses 1..3 for drafting and verification
+PREFILL_TOKENS = 4096  # padded tokens in one prefill pass at most (one row may be longer)
+COLUMNS = 256  # the buffer grows by at least this many columns
+
+
+@dataclass(frozen=True)
+class Request:
+    """id: unique in a run. prompt_ids: at least one. seed: int64, keys this request's random numbers."""
+
+    id: str
+    prompt_ids: list[int]
+    seed: int
+
+
+@dataclass
+class Generated:
+    """response_ids hold the end token when finish_reason is stop; length means max_new_tokens was reached."""
+
+    id: str
+    response_ids: list[int]
+    finish_reason: str
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values [R, H, columns, *] in a fixed buffer; rows see columns first..length."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise RuntimeError("a slot layer is filled by SlotCache.admit before its first use")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[-2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, self.first : end], self.values[:, :, self.first : end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length - self.first
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def rebuild(self, rows: Tensor, offset: int, capacity: int) -> None:
+        """A new buffer of the given rows, used columns from `offset` on. Zeros elsewhere: masked, but never NaN."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(len(rows), old.shape[1], capacity, old.shape[3])
+            used = old[:, :, self.first : self.length]
+            new[:, :, offset : offset + used.shape[2]] = used.index_select(0, rows.to(old.device))
+            setattr(self, name, new)
+        self.first, self.length = offset, offset + self.length - self.first
+
+
+class SlotCache(Cache):
+    """Key-value cache of `rows` slots. starts[r] is the first column that belongs to row r's request."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.starts = [0] * rows
+        super().__init__(layers=[])
+
+    @property
+    def first(self) -> int:
+        return self.layers[0].first
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    @property
+    def capacity(self) -> int:
+        return self.layers[0].keys.shape[2]
+
+    def admit(self, slots: list[int], filled: DynamicCache, lengths: list[int]) -> None:
+        """Write prefilled rows into free slots. filled: left-padded [n, H, P, *] a layer; lengths: real tokens."""
+        padded, need = filled.get_seq_length(), max(lengths)
+        if not self.layers:
+            self._allocate(filled, need)
+        if self.length < need:
+            self._rebuild(list(range(self.rows)), self.first + need - self.length, need + COLUMNS)
+        end = self.length
+        for layer, source in zip(self.layers, filled.layers, strict=True):
+            for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+                layer.keys[slot, :, end - length : end] = source.keys[row, :, padded - length :]
+                layer.values[slot, :, end - length : end] = source.values[row, :, padded - length :]
+        for slot, length in zip(slots, lengths, strict=True):
+            self.starts[slot] = end - length
+
+    def settle(self, active: list[int]) -> None:
+        """Before a step: hide columns that no active row uses, and make room for one more."""
+        first = min(self.starts[row] for row in active)
+        for layer in self.layers:
+            layer.first = first
+        if self.length == self.capacity:
+            used = self.length - first
+            self._rebuild(list(range(self.rows)), 0, used + max(COLUMNS, used // 2))
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all other rows; row r becomes the index of r in `rows`."""
+        self._rebuild(rows, 0, self.length - self.first + COLUMNS)
+        self.rows = len(rows)
+
+    def mask(self) -> Tensor:
+        """[R, first..length] int64: 1 on the row's own columns and on the column about to be written."""
+        columns = torch.arange(self.first, self.length + 1)
+        return (columns >= torch.tensor(self.starts)[:, None]).long()
+
+    def _allocate(self, filled: DynamicCache, need: int) -> None:
+        for source in filled.layers:
+            if type(source) is not DynamicLayer:
+                raise ValueError(
+                    f"this target keeps a {type(source).__name__} beside its keys and values, which in-process "
+                    "answering cannot batch; set answers.backend=server"
+                )
+            layer = SlotLayer()
+            layer.keys, layer.values = (
+                tensor.new_zeros(self.rows, tensor.shape[1], need + COLUMNS, tensor.shape[3])
+                for tensor in (source.keys, source.values)
+            )
+            layer.dtype, layer.device, layer.is_initialized = source.keys.dtype, source.keys.device, True
+            layer.first = layer.length = need
+            self.layers.append(layer)
+
+    def _rebuild(self, rows: list[int], offset: int, capacity: int) -> None:
+        moved = offset - self.first
+        for layer in self.layers:
+            layer.rebuild(torch.tensor(rows), offset, capacity)
+        # a free slot's start may lie before the visible columns; it is masked anyway
+        self.starts = [max(0, self.starts[row] + moved) for row in rows]
+
+
+@dataclass
+class _Row:
+    request: Request
+    written: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Position of the last written token."""
+        return len(self.request.prompt_ids) + len(self.written) - 1
+
+
+class Decoder:
+    """Continuous batching over a transformers causal language model; logits at the last position only.
+
+    sampling: temperature, top-k, top-p. eos_ids: tokens that end an answer. batch_size: rows at most. `tokens` counts
+    what was written so far. Raises ValueError for a target whose cache holds more than keys and values.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sampling: Sampling, max_new_tokens: int, eos_ids: Iterable[int], batch_size: int
+    ) -> None:
+        self.model = model.eval()
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        self.eos_ids = frozenset(eos_ids)
+        self.batch_size = batch_size
+        self.tokens = 0
+        self._device = model.get_input_embeddings().weight.device
+        last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if last_only else {}
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Generated]:
+        """Yield answers as they finish (not in order)."""
+        waiting = list(requests)[::-1]
+        rows: list[_Row | None] = [None] * min(self.batch_size, len(waiting))
+        cache = SlotCache(len(rows))
+        while waiting or any(rows):
+            free = [slot for slot, row in enumerate(rows) if row is None]
+            if waiting and (len(free) * 8 >= len(rows)):
+                self._admit(rows, free, waiting, cache)
+            elif not waiting and len(free) * 4 >= len(rows):
+                kept = [slot for slot, row in enumerate(rows) if row is not None]
+                cache.settle(kept)
+                cache.keep(kept)
+                rows = [rows[slot] for slot in kept]
+                self._step(rows, cache)
+            else:
+                self._step(rows, cache)
+            for slot, row in enumerate(rows):
+                if row is not None and (reason := self._finished(row)):
+                    rows[slot] = None
+                    yield Generated(row.request.id, row.written, reason)
+
+    def _finished(self, row: _Row) -> str | None:
+        if row.written[-1] in self.eos_ids:
+            return "stop"
+        return "length" if len(row.written) >= self.max_new_tokens else None
+
+    @torch.inference_mode()
+    def _admit(self, rows: list[_Row | None], free: list[int], waiting: list[Request], cache: SlotCache) -> None:
+        """Prefill waiting prompts, left-padded, into free slots, and draw their first tokens."""
+        while free and waiting:
+            group: list[_Row] = []
+            while len(group) < len(free) and waiting:
+                longest = max(len(row.request.prompt_ids) for row in [*group, _Row(waiting[-1])])
+                if group and longest * (len(group) + 1) > PREFILL_TOKENS:
+                    break
+                group.append(_Row(waiting.pop()))
+            lengths = [len(row.request.prompt_ids) for row in group]
+            tokens = torch.zeros(len(group), max(lengths), dtype=torch.int64)
+            mask = torch.zeros_like(tokens)
+            for index, (row, length) in enumerate(zip(group, lengths, strict=True)):
+                tokens[index, -length:] = torch.tensor(row.request.prompt_ids)
+                mask[index, -length:] = 1
+            filled = DynamicCache()
+            logits = self._forward(tokens, mask, (mask.cumsum(-1) - 1).clamp_min(0), filled)
+            slots, free = free[: len(group)], free[len(group) :]
+            cache.admit(slots, filled, lengths)
+            for slot, row in zip(slots, group, strict=True):
+                rows[slot] = row
+            self._draw(logits, group)
+
+    @torch.inference_mode()
+    def _step(self, rows: list[_Row | None], cache: SlotCache) -> None:
+        """One token for every active row. Free slots run along and are thrown away."""
+        active = [slot for slot, row in enumerate(rows) if row is not None]
+        cache.settle(active)
+        tokens = torch.tensor([[row.written[-1] if row else 0] for row in rows])
+        positions = torch.tensor([[row.position if row else 0] for row in rows])
+        logits = self._forward(tokens, cache.mask(), positions, cache)
+        self._draw(logits[active] if len(active) < len(rows) else logits, [row for row in rows if row is not None])
+
+    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Logits [R, V] of the last column."""
+        output = self.model(
+            input_ids=tokens.to(self._device),
+            attention_mask=mask.to(self._device),
+            position_ids=positions.to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_only,
+        )
+        return output.logits[:, -1]
+
+    def _draw(self, logits: Tensor, rows: list[_Row]) -> None:
+        seeds = torch.tensor([row.request.seed for row in rows], device=logits.device)
+        positions = torch.tensor([row.position + 1 for row in rows], device=logits.device)
+        for row, token in zip(rows, next_tokens(logits, self.sampling, seeds, positions).tolist(), strict=True):
+            row.written.append(token)
+        self.tokens += len(rows)
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw one token a row. logits [R, V], seeds and positions [R] int64 -> int64 [R].
+
+    With top-k only the k best logits are looked at, in token-id order, which draws what the full vocabulary would (ties
+    at the edge aside, where exactly k stay).
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    uniforms = counter_uniform(seeds, positions, ANSWER_STREAM)
+    if sampling.top_k is None or sampling.top_k >= logits.shape[-1]:
+        return draw(sampling.probs(logits), uniforms)
+    ids = logits.topk(sampling.top_k, dim=-1).indices.sort(-1).values
+    chosen = draw(sampling.probs(logits.gather(-1, ids)), uniforms)
+    return ids.gather(-1, chosen[:, None])[:, 0]
