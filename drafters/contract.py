@@ -88,7 +88,8 @@ class Batch:
     padding. turns [B, T] int64: 0 outside answers, n inside the n-th answer of its document (the end of turn
     included). aux [B, T, L, D] chosen layers' outputs, ascending. last [B, T, D] last hidden state after the final
     norm. top1 [B, T] int64: argmax of the target's logits at each position. lse [B, T] float32: log-sum-exp of those
-    logits. anchors [B, A] int64 positions in the row, ascending, -1 on padding.
+    logits. anchors [B, A] int64 positions in the row, ascending, -1 on padding. seed: the micro-step, for drafters that
+    draw while training.
     """
 
     tokens: Tensor
@@ -100,10 +101,12 @@ class Batch:
     top1: Tensor
     lse: Tensor
     anchors: Tensor
+    seed: int = 0
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move all tensors; cast the features (aux, last) to dtype when given."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seed"}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         if dtype is not None:
             moved |= {name: moved[name].to(dtype) for name in ("aux", "last")}
         return replace(self, **moved)
@@ -159,10 +162,16 @@ def grid(batch: Batch, num_slots: int) -> Grid:
 
 
 def answer_anchors(turns: Tensor, documents: Tensor) -> Tensor:
-    """True where a token may be an anchor: it and its successor lie in one answer. turns, documents [..., T] -> bool [..., T]."""
+    """True where a token may be an anchor. turns, documents [..., T] -> bool [..., T].
+
+    It and its successor lie in one answer, and at least one feature of its document lies before it.
+    """
     allowed = torch.zeros_like(turns, dtype=torch.bool)
-    allowed[..., :-1] = (
-        (turns[..., :-1] > 0) & (turns[..., :-1] == turns[..., 1:]) & (documents[..., :-1] == documents[..., 1:])
+    allowed[..., 1:-1] = (
+        (turns[..., 1:-1] > 0)
+        & (turns[..., 1:-1] == turns[..., 2:])
+        & (documents[..., 1:-1] == documents[..., 2:])
+        & (documents[..., 1:-1] == documents[..., :-2])
     )
     return allowed
 

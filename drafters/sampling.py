@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2, 3
+DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,124 @@
+"""Packing: whole conversations into fixed rows, documents isolated, in an order fixed by (seed, step) alone.
+
+    row    | tokens of conversation 7 | conversation 2 | conversation 9 | padding |
+    doc      0 0 0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1    2 2 2 2 2 2 2    -1 -1
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.features import Sample
+from drafters.contract import Batch, answer_anchors
+
+
+def pack(lengths: Sequence[int], row_tokens: int, order: Sequence[int]) -> list[list[int]]:
+    """First-fit rows of whole conversations. lengths in tokens; order: conversation indices. Returns indices per row.
+
+    Only the 32 newest open rows are tried, so packing is linear and row order still follows `order`. Raises ValueError when
+    a conversation is longer than a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        length = lengths[index]
+        if length > row_tokens:
+            raise ValueError(f"conversation {index} has {length} tokens, a row holds {row_tokens}: raise data row_tokens")
+        start = max(0, len(rows) - 32)
+        place = next((r for r in range(start, len(rows)) if room[r] >= length), None)
+        if place is None:
+            rows.append([])
+            room.append(row_tokens)
+            place = len(rows) - 1
+        rows[place].append(index)
+        room[place] -= length
+    return rows
+
+
+class Plan:
+    """Which conversations stand in which row of which micro-step, for any step, without state.
+
+    Each epoch is a new shuffle of all conversations, packed into rows; `rows` rows make one global micro-batch and the last,
+    short batch of an epoch is kept. Equal (seed, step) give equal batches whatever the number of ranks.
+    """
+
+    def __init__(self, lengths: Sequence[int], row_tokens: int, rows: int, seed: int) -> None:
+        if not lengths:
+            raise ValueError("nothing to train on: the feature store is empty")
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, got {rows}")
+        self.lengths, self.row_tokens, self.rows, self.seed = list(lengths), row_tokens, rows, seed
+        self._starts = [0]
+        self._epochs: list[list[list[list[int]]]] = []
+
+    def _epoch(self, number: int) -> list[list[list[int]]]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        rows = pack(self.lengths, self.row_tokens, order)
+        return [rows[i : i + self.rows] for i in range(0, len(rows), self.rows)]
+
+    def _extend(self, step: int) -> None:
+        while self._starts[-1] <= step:
+            self._epochs.append(self._epoch(len(self._epochs)))
+            self._starts.append(self._starts[-1] + len(self._epochs[-1]))
+
+    def batch(self, step: int) -> list[list[int]]:
+        """Rows of conversation indices of global micro-step `step` (0-based)."""
+        self._extend(step)
+        epoch = bisect_right(self._starts, step) - 1
+        return self._epochs[epoch][step - self._starts[epoch]]
+
+    def steps(self, epochs: int) -> int:
+        """Micro-steps in the first `epochs` epochs."""
+        while len(self._epochs) < epochs:
+            self._extend(self._starts[-1])
+        return self._starts[epochs]
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Turns samples of a plan's rows into a Batch.
+
+    row_tokens: T. anchor_multiple: A is the largest anchor count of the batch rounded up to this (T on a GPU, where fixed
+    shapes spare recompilation). dtype of the features.
+    """
+
+    row_tokens: int
+    anchor_multiple: int = 32
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, rows: Sequence[Sequence[Sample]]) -> Batch:
+        """rows of samples (whole conversations) -> Batch of len(rows) rows. Raises ValueError on an empty batch."""
+        first = next((sample for row in rows for sample in row), None)
+        if first is None:
+            raise ValueError("a batch needs at least one sample")
+        shape, (layers, width) = (len(rows), self.row_tokens), first.aux.shape[1:]
+        whole = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "positions", "turns", "top1")}
+        documents, lse = torch.full(shape, -1), torch.zeros(shape)
+        aux = torch.zeros(*shape, layers, width, dtype=self.dtype)
+        last = torch.zeros(*shape, width, dtype=self.dtype)
+        for r, row in enumerate(rows):
+            start = 0
+            for document, sample in enumerate(row):
+                place = slice(start, start + len(sample.tokens))
+                whole["tokens"][r, place], whole["turns"][r, place] = sample.tokens, sample.turns
+                whole["positions"][r, place] = torch.arange(len(sample.tokens))
+                whole["top1"][r, place], lse[r, place] = sample.top1, sample.lse
+                documents[r, place] = document
+                aux[r, place], last[r, place] = sample.aux, sample.last
+                start = place.stop
+        anchors = gather_anchors(answer_anchors(whole["turns"], documents), self.anchor_multiple)
+        return Batch(documents=documents, aux=aux, last=last, lse=lse, anchors=anchors, **whole)
+
+
+def gather_anchors(allowed: Tensor, multiple: int) -> Tensor:
+    """All allowed positions as [B, A] indices, -1 padded, A rounded up to `multiple`. allowed [B, T] bool."""
+    rows, tokens = allowed.shape
+    count = int(allowed.sum(1).max()) if rows else 0
+    width = min(-(-max(count, 1) // multiple) * multiple, max(tokens, 1))
+    position = torch.where(allowed, torch.arange(tokens), tokens)
+    anchors = position.sort(1).values[:, :width]
+    return torch.where(anchors < tokens, anchors, -1)

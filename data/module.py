@@ -1,0 +1,135 @@
+"""Batches for Lightning: the store or the live target behind one plan of rows, resumable at any micro-step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from data.collate import Collate, Plan
+from data.conversations import Conversation
+from data.features import FeatureStore, Sample, observe
+from data.target import DTYPES, Target
+from drafters.contract import Batch
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """row_tokens: T, tokens per packed row (0: the longest conversation, rounded up to 64). rows: packed rows per
+    micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes). workers: loader processes.
+    seed: of the sample order. features: "store" reads the feature store, "online" runs the target while training.
+    """
+
+    row_tokens: int = 0
+    rows: int = 8
+    anchor_multiple: int = 32
+    workers: int = 0
+    seed: int = 0
+    features: str = "store"
+
+    def __post_init__(self) -> None:
+        if self.features not in ("store", "online"):
+            raise ValueError(f'batch features must be "store" or "online", got {self.features!r}')
+
+
+class SampleSource(Protocol):
+    """Where conversations with features come from."""
+
+    lengths: list[int]
+    ids: list[str]
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]: ...
+
+
+class StoreSource:
+    """Samples read from a feature store."""
+
+    def __init__(self, store: FeatureStore) -> None:
+        self.store, self.lengths, self.ids = store, store.lengths, store.ids
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        return [self.store[i] for i in indices]
+
+
+class OnlineSource:
+    """Samples made by the target on demand; the same numbers as a store of the same dtype would hold."""
+
+    def __init__(
+        self, target: Target, conversations: Sequence[Conversation], layers: Sequence[int], dtype: str, batch_tokens: int
+    ) -> None:
+        self.target, self.conversations, self.layers = target, conversations, layers
+        self.dtype, self.batch_tokens = dtype, batch_tokens
+        self.lengths = [len(one.tokens) for one in conversations]
+        self.ids = [one.id for one in conversations]
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        chosen = [self.conversations[i] for i in indices]
+        made = dict(observe(self.target, chosen, self.layers, self.batch_tokens, self.dtype))
+        return [made[i] for i in range(len(chosen))]
+
+
+class Steps(Dataset):
+    """Micro-step -> Batch of this rank's rows; a rank left without rows in a short batch gets rows of padding."""
+
+    def __init__(self, source: SampleSource, plan: Plan, collate: Collate, rank: int, ranks: int) -> None:
+        self.source, self.plan, self.collate, self.rank, self.ranks = source, plan, collate, rank, ranks
+
+    def __getitem__(self, step: int) -> Batch:
+        rows = self.plan.batch(step)
+        mine = rows[self.rank :: self.ranks]
+        samples = iter(self.source.samples([index for row in mine or rows[:1] for index in row]))
+        batch = self.collate([[next(samples) for _ in row] for row in mine or rows[:1]])
+        batch.seed = step * self.ranks + self.rank
+        if not mine:
+            batch.anchors.fill_(-1)
+        return batch
+
+
+class StepLoader:
+    """An epoch-less loader of micro-steps [0, total) that starts where it was stopped.
+
+    Lightning stores `state_dict` in its checkpoints and counts on from its own batch index; `position` is the next step.
+    """
+
+    def __init__(self, steps: Steps, total: int, workers: int) -> None:
+        self.steps, self.total, self.workers, self.position = steps, total, workers, 0
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader = DataLoader(
+            self.steps,
+            batch_size=None,
+            sampler=range(self.position, self.total),
+            num_workers=self.workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+        for batch in loader:
+            self.position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class PackedData(LightningDataModule):
+    """Training batches of a sample source, `total` micro-steps of them."""
+
+    def __init__(self, source: SampleSource, settings: BatchSettings, dtype: str = "float32") -> None:
+        super().__init__()
+        row_tokens = settings.row_tokens or -(-max(source.lengths) // 64) * 64
+        self.source, self.settings = source, settings
+        self.plan = Plan(source.lengths, row_tokens, settings.rows, settings.seed)
+        self.collate = Collate(row_tokens, settings.anchor_multiple or row_tokens, DTYPES[dtype])
+        self.total = 0
+
+    def train_dataloader(self) -> StepLoader:
+        trainer = self.trainer
+        rank, ranks = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        return StepLoader(Steps(self.source, self.plan, self.collate, rank, ranks), self.total, self.settings.workers)

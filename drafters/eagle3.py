@@ -1,0 +1,358 @@
+"""EAGLE-3 (arXiv 2503.01840, section 3), with the two switches of EAGLE-3.1 (arXiv 2605.09992).
+
+One decoder layer reads, at row t, the fused features of position t and the embedding of the token at t + 1, and predicts
+the token at t + 2. In the words of the grid: the anchor is at a = t + 1 and slot 1 predicts a + 1. Slot k >= 2 recycles the
+layer's own output of slot k - 1 in place of features ("training-time test"), at rotary position t + k - 1, and sees the
+step-1 keys of rows <= t plus its own chain's keys.
+
+    row          t = a - 1        a              a + 1
+    hidden       fc(features t)   own output 1   own output 2
+    token        x_a              x_{a+1}        x_{a+2}        data in training, drafted when drafting
+    slot         1 -> a + 1       2 -> a + 2     3 -> a + 3
+
+Deviations from the paper are choices in yaml and off by default: `fc_norm` (a norm on each captured layer before the
+fusion, 3.1), `norm_output` (recycle the normed output, 3.1), `norm_before_residual` (residual starts after the norm).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from drafters.attention import chain_block_mask, dense_chain, flex_chain
+from drafters.contract import (
+    Batch,
+    Drafter,
+    Needs,
+    Proposal,
+    SlotBatch,
+    TargetParts,
+    check_layers,
+    default_layers,
+    grid,
+)
+from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings, plain_norm_weight
+from drafters.sampling import DRAFT_STREAM, TRAIN_STREAM, Sampling, counter_uniform, draw
+from drafters.vocabulary import DraftVocabulary
+
+
+class Attention(nn.Module):
+    """Projections of the draft layer; keys, queries and values read [norm(embedding), norm(hidden)], 2D wide."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        wide = 2 * config.hidden_size
+        self.q_proj = nn.Linear(wide, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(wide, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(wide, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def split(self, states: Tensor) -> Tensor:
+        """[B, N, H * d] -> [B, H, N, d]."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def merge(self, states: Tensor) -> Tensor:
+        """[B, H, N, d] -> o_proj of [B, N, H * d]: [B, N, D]."""
+        return self.o_proj(states.transpose(1, 2).flatten(-2))
+
+
+class MidLayer(nn.Module):
+    """The one decoder layer."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = norm_before_residual
+
+    def join(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden, embedded [..., D] -> attention input [..., 2D] and the residual [..., D]."""
+        normed = self.hidden_norm(hidden)
+        joined = torch.cat([self.input_layernorm(embedded), normed], -1)
+        return joined, normed if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add attention and MLP to the residual: [B, N, D] and attended heads [B, H, N, d] -> [B, N, D]."""
+        hidden = residual + self.self_attn.merge(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@dataclass
+class DraftState:
+    """Drafting state: keys and values [R, G, C, d] by position, rows read [R], last fused features [R, D], anchor [R]."""
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    fused: Tensor
+    anchor: Tensor
+
+
+class Eagle3(Drafter):
+    """EAGLE-3 drafter.
+
+    target: frozen parts of the target (embedding, and the head when head="target"). vocabulary: None means all target
+    tokens. num_slots: K, steps of the training-time test and tokens drafted. layers: captured target layers, null for the
+    default three. head: "own" trains a head over the draft vocabulary, "target" shares the frozen one. layer: overrides of
+    the decoder layer's sizes (drafters.layers.LAYER_KEYS). keep: share of chains that training takes one slot deeper, drawn
+    anew each step and nested; 0.8 with uniform weights has the expectation of the paper's 0.8^k weights at two thirds of the
+    work.
+    """
+
+    def __init__(
+        self,
+        target: TargetParts,
+        vocabulary: DraftVocabulary | None = None,
+        *,
+        num_slots: int = 7,
+        layers: list[int] | None = None,
+        head: Literal["own", "target"] = "own",
+        switches: dict[str, bool] | None = None,
+        layer: dict[str, Any] | None = None,
+        keep: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+        if not 0 < keep <= 1:
+            raise ValueError(f"keep must be in (0, 1], got {keep}")
+        if head not in ("own", "target"):
+            raise ValueError(f'head must be "own" or "target", got {head!r}')
+        depth = target.config.num_hidden_layers
+        self.num_slots, self.keep = num_slots, keep
+        self.needs = Needs(check_layers(tuple(layers), depth) if layers else default_layers(depth))
+        self.vocabulary = vocabulary or DraftVocabulary.full(target.config.vocab_size)
+        self.head = head
+        self.switches = {"fc_norm": False, "norm_output": False, "norm_before_residual": False}
+        unknown = sorted(set(switches or {}) - set(self.switches))
+        if unknown:
+            raise ValueError(f"unknown switch(es) {', '.join(unknown)}; allowed: {', '.join(self.switches)}")
+        self.switches |= switches or {}
+        self.layer_config = config = layer_config(target.config, layer)
+        size, count = config.hidden_size, len(self.needs.layers)
+        if self.switches["fc_norm"]:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(count))
+        self.fc = nn.Linear(count * size, size, bias=False)
+        self.midlayer = MidLayer(config, self.switches["norm_before_residual"])
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.lm_head: nn.Module = (
+            nn.Linear(size, len(self.vocabulary), bias=False)
+            if head == "own"
+            else SharedHead(target, self.vocabulary.ids.to(target.head.device))
+        )
+        self.embedding = SharedEmbedding(target)
+        self.rotary = Rotary(config)
+        self.register_buffer("draft_ids", self.vocabulary.ids, persistent=False)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "num_slots": self.num_slots,
+            "layers": list(self.needs.layers),
+            "head": self.head,
+            "switches": dict(self.switches),
+            "layer": layer_settings(self.layer_config),
+            "keep": self.keep,
+        }
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """aux [..., L, D] -> fused features [..., D]."""
+        if self.switches["fc_norm"]:
+            aux = torch.stack([norm(aux[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
+        return self.fc(aux.flatten(-2))
+
+    def project(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [B, G, N, d] of attention inputs [B, N, 2D] at positions [B, N]."""
+        attention = self.midlayer.self_attn
+        return self.rotary(attention.split(attention.k_proj(joined)), positions), attention.split(attention.v_proj(joined))
+
+    def query(self, joined: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [B, H, N, d]."""
+        attention = self.midlayer.self_attn
+        return self.rotary(attention.split(attention.q_proj(joined)), positions)
+
+    def slots(self, batch: Batch) -> SlotBatch:
+        """Training-time test of K steps over all anchors; queries run at anchors only, keys over the whole row."""
+        labels = grid(batch, self.num_slots)
+        embedded = self.embedding(batch.tokens)
+        joined, residual = self.midlayer.join(self.fuse(batch.aux)[:, :-1], embedded[:, 1:])
+        prefix = self.project(joined, batch.positions[:, :-1])
+        rows = (batch.anchors - 1).clamp_min(0)
+        joined, residual = _take(joined, rows), _take(residual, rows)
+        visible, positions = _visible(batch, rows), batch.positions.gather(1, rows)
+        chain: list[tuple[Tensor, Tensor]] = []
+        hidden, mask, place = [], labels.mask.clone(), None
+        for k in range(self.num_slots):
+            if k > 0:
+                recycled, following = self._recycle(output), self.embedding(labels.prev_ids[:, :, k])  # noqa: F821
+                if self.keep < 1:
+                    chosen = _fewer(batch, mask[:, :, k], place, self.keep)
+                    place = chosen if place is None else place.gather(1, chosen)
+                    mask[:, :, k:] &= torch.zeros_like(mask[:, :, 0]).scatter_(1, place, True)[..., None]
+                    recycled, following = _take(recycled, chosen), _take(following, place)
+                    chain = [(_pick(key, chosen), _pick(value, chosen)) for key, value in chain]
+                    positions, visible = positions.gather(1, chosen), _take(visible, chosen)
+                joined, residual = self.midlayer.join(recycled, following)
+                chain.append(self.project(joined, positions + k))
+            attended = self._attend(self.query(joined, positions + k), prefix, chain, visible)
+            output = self.midlayer.finish(residual, attended)
+            normed = self.norm(output)
+            hidden.append(normed if place is None else _spread(normed, place, mask.shape[1]))
+        return SlotBatch(torch.stack(hidden, 2), labels.prev_ids, labels.target_ids, mask, labels.teacher)
+
+    def _recycle(self, output: Tensor) -> Tensor:
+        return self.norm(output) if self.switches["norm_output"] else output
+
+    def _attend(
+        self, query: Tensor, prefix: tuple[Tensor, Tensor], chain: list[tuple[Tensor, Tensor]], visible: Tensor
+    ) -> Tensor:
+        if query.is_cuda:
+            return flex_chain(query, prefix, chain, chain_block_mask(visible, len(chain)))
+        return dense_chain(query, prefix, chain, visible)
+
+    def logits(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:
+        """hidden [N, D] (already normed) -> [N, W]; an EAGLE-3 head does not read prev_ids."""
+        return self.lm_head(hidden)
+
+    @torch.no_grad()
+    def warm_start(self, target: TargetParts) -> list[str]:
+        """Fusion from the last captured layer, layer from the target's last block, norm and head from the target's.
+
+        The embedding halves of q, k, v start small and random, so step 1 begins as the target's last block reading the last
+        captured layer.
+        """
+        size, taken = self.layer_config.hidden_size, []
+        self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
+        taken.append(f"fc <- identity on layer {self.needs.layers[-1]}")
+        weight = plain_norm_weight(target.norm, size, self.layer_config.rms_norm_eps)
+        if weight is not None:
+            self.norm.weight.copy_(weight)
+            taken.append("norm <- target's final norm")
+        if isinstance(self.lm_head, nn.Linear):
+            self.lm_head.weight.copy_(target.head[self.vocabulary.ids.to(target.head.device)])
+            taken.append(f"lm_head <- {len(self.vocabulary)} rows of the target's head")
+        block = target.last_block() if target.last_block else {}
+        return taken + self._take_block(block, size)
+
+    def _take_block(self, block: dict[str, Tensor], size: int) -> list[str]:
+        """Copy tensors of a Llama-type block whose shapes match; the wide projections take them into their hidden half."""
+        layer, taken = self.midlayer, []
+        own = dict(layer.named_parameters())
+        for name, parameter in own.items():
+            source = block.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
+            if source is None or name == "input_layernorm.weight":
+                continue
+            wide = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+            place = parameter[:, size:] if wide else parameter
+            if source.shape != place.shape:
+                continue
+            if wide:
+                parameter[:, :size].normal_(0, 0.1 * float(source.float().std()))
+            place.copy_(source)
+            taken.append(f"midlayer.{name} <- target's last block")
+        return taken
+
+    def begin(self, requests: int, capacity: int) -> DraftState:
+        config, like = self.layer_config, self.fc.weight
+        shape = (requests, config.num_key_value_heads, capacity + self.num_slots + 1, config.head_dim)
+        empty = torch.zeros(requests, dtype=torch.int64, device=like.device)
+        return DraftState(
+            like.new_zeros(shape), like.new_zeros(shape), empty, like.new_zeros(requests, config.hidden_size), empty.clone()
+        )
+
+    def observe(self, state: DraftState, next_ids: Tensor, aux: Tensor, last: Tensor, lengths: Tensor) -> None:
+        fused = self.fuse(aux.to(self.fc.weight.dtype))
+        joined, _ = self.midlayer.join(fused, self.embedding(next_ids))
+        offsets = torch.arange(next_ids.shape[1], device=next_ids.device)
+        positions = state.length[:, None] + offsets
+        keys, values = self.project(joined, positions)
+        # Entries past a request's length go to the spare last column, which no query ever sees.
+        columns = torch.where(offsets < lengths[:, None], positions, state.keys.shape[2] - 1)
+        _write(state, columns, keys, values)
+        end = (lengths - 1).clamp_min(0)[:, None]
+        fresh = lengths > 0
+        state.fused = torch.where(fresh[:, None], _take(fused, end)[:, 0], state.fused)
+        state.anchor = torch.where(fresh, next_ids.gather(1, end)[:, 0], state.anchor)
+        state.length = state.length + lengths
+
+    def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
+        hidden, token, tokens, probs = state.fused, state.anchor, [], []
+        columns = torch.arange(state.keys.shape[2], device=token.device)
+        for k in range(num_slots):
+            position = (state.length - 1 + k)[:, None]
+            joined, residual = self.midlayer.join(hidden[:, None], self.embedding(token)[:, None])
+            if k > 0:
+                _write(state, position, *self.project(joined, position))
+            visible = (columns <= position)[:, None]
+            attended = dense_chain(self.query(joined, position), (state.keys, state.values), [], visible)
+            output = self.midlayer.finish(residual, attended)[:, 0]
+            normed = self.norm(output)
+            hidden = self._recycle(output)
+            token, chosen = self._choose(self.logits(normed, token), sampling, seeds, state.length + k + 1)
+            tokens.append(token)
+            probs.append(chosen)
+        return Proposal(torch.stack(tokens, 1), None if sampling.greedy else torch.stack(probs, 1))
+
+    def _choose(self, logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft token [R] of logits [R, W] for absolute positions [R], and the distribution over V it came from."""
+        if sampling.greedy:
+            return self.draft_ids[logits.argmax(-1)], logits  # type: ignore[index]
+        narrow = sampling.probs(logits)
+        wide = narrow.new_zeros(len(logits), self.vocabulary.target_size)
+        wide[:, self.draft_ids] = narrow  # type: ignore[index]
+        return self.draft_ids[draw(narrow, counter_uniform(seeds, positions, DRAFT_STREAM))], wide  # type: ignore[index]
+
+
+def _take(values: Tensor, rows: Tensor) -> Tensor:
+    """values [B, T, D] at rows [B, N] -> [B, N, D]."""
+    return values.gather(1, rows[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def _pick(states: Tensor, chosen: Tensor) -> Tensor:
+    """states [B, G, A, d] at anchors [B, A'] -> [B, G, A', d]."""
+    return states.gather(2, chosen[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def _spread(states: Tensor, place: Tensor, anchors: int) -> Tensor:
+    """states [B, A', D] back to their anchors: [B, A, D], zero elsewhere."""
+    whole = states.new_zeros(len(states), anchors, states.shape[-1])
+    return whole.scatter(1, place[..., None].expand_as(states), states)
+
+
+def _fewer(batch: Batch, alive: Tensor, place: Tensor | None, keep: float) -> Tensor:
+    """Which of the current anchors go one slot deeper: [B, A'] ascending indices into them.
+
+    alive [B, A] marks anchors with a supervised next slot; those are drawn first, by random keys of (batch seed, anchor).
+    """
+    keys = counter_uniform(torch.full_like(batch.anchors, batch.seed), _flat(batch.anchors), TRAIN_STREAM)
+    keys = torch.where(alive, keys, 2.0)
+    if place is not None:
+        keys = keys.gather(1, place)
+    count = max(1, math.ceil(keep * keys.shape[1]))
+    return keys.topk(count, dim=1, largest=False).indices.sort(1).values
+
+
+def _flat(anchors: Tensor) -> Tensor:
+    """A number for every anchor of the batch: row * 2^20 + position."""
+    return torch.arange(len(anchors), device=anchors.device)[:, None] * (1 << 20) + anchors
+
+
+def _visible(batch: Batch, rows: Tensor) -> Tensor:
+    """Which step-1 rows [B, A, T - 1] each anchor row [B, A] may see: not later than itself, in its document."""
+    columns = torch.arange(batch.tokens.shape[1] - 1, device=rows.device)
+    same = batch.documents.gather(1, rows)[..., None] == batch.documents[:, None, :-1]
+    return (columns <= rows[..., None]) & same
+
+
+def _write(state: DraftState, columns: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Put keys and values [R, G, N, d] at columns [R, N] of the state's caches."""
+    index = columns[:, None, :, None].expand_as(keys)
+    state.keys.scatter_(2, index, keys)
+    state.values.scatter_(2, index, values)

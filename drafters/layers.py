@@ -1,0 +1,129 @@
+"""Layers that drafters share, built from the target's config: one decoder-layer config, rotary angles, frozen target parts.
+
+Norms, rotary embeddings and gated MLPs are transformers' own, so every rope scaling type it knows works here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from drafters.contract import TargetParts
+
+LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+
+
+def layer_config(target: PretrainedConfig, overrides: dict[str, Any] | None = None) -> LlamaConfig:
+    """Config of one Llama-type decoder layer with the target's sizes and rope, changed by `overrides`.
+
+    Raises ValueError on an override outside LAYER_KEYS, or a hidden size that differs from the target's (the drafter
+    shares the target's embedding).
+    """
+    overrides = dict(overrides or {})
+    unknown = sorted(set(overrides) - set(LAYER_KEYS))
+    if unknown:
+        raise ValueError(f"unknown key(s) in drafter layer: {', '.join(unknown)}; allowed: {', '.join(LAYER_KEYS)}")
+    heads = target.num_attention_heads
+    latent_attention = getattr(target, "kv_lora_rank", None) is not None
+    values: dict[str, Any] = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "head_dim": (None if latent_attention else getattr(target, "head_dim", None)) or target.hidden_size // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope_parameters": rope_parameters(target),
+    } | overrides
+    if values["hidden_size"] != target.hidden_size:
+        raise ValueError(f"drafter hidden_size {values['hidden_size']} must equal the target's {target.hidden_size}")
+    return LlamaConfig(vocab_size=target.vocab_size, num_hidden_layers=1, **values)
+
+
+def rope_parameters(target: PretrainedConfig) -> dict[str, Any]:
+    """The target's rope of its full-attention layers, over whole heads (a drafter layer is Llama-type: no partial rotary)."""
+    found = dict(getattr(target, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+    found = dict(found.get("full_attention", found))
+    found.pop("partial_rotary_factor", None)
+    return found
+
+
+def layer_settings(config: LlamaConfig) -> dict[str, Any]:
+    """The plain values that rebuild `config` through `layer_config`."""
+    return {key: getattr(config, key) for key in LAYER_KEYS}
+
+
+class Rotary(nn.Module):
+    """Rotary angles for absolute positions, every scaling type of transformers."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embedding = LlamaRotaryEmbedding(config)
+
+    def forward(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Rotate states [B, H, N, d] to positions [B, N]. Returns the same shape and dtype."""
+        cos, sin = self.embedding(states, positions)
+        return states * cos.unsqueeze(1) + rotate_half(states) * sin.unsqueeze(1)
+
+
+class SharedEmbedding(nn.Module):
+    """The target's frozen input embedding, outside the state dict."""
+
+    def __init__(self, target: TargetParts) -> None:
+        super().__init__()
+        self.register_buffer("weight", target.embedding.detach(), persistent=False)
+        self.scale = target.embedding_scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] int64 -> rows [..., D], scaled as the target scales them."""
+        rows = nn.functional.embedding(ids, self.weight)  # type: ignore[arg-type]
+        return rows if self.scale == 1.0 else rows * self.scale
+
+
+class SharedHead(nn.Module):
+    """The target's frozen output projection, cut to some rows and outside the state dict."""
+
+    def __init__(self, target: TargetParts, ids: Tensor) -> None:
+        super().__init__()
+        full = len(ids) == len(target.head)
+        self.target = target
+        self.register_buffer("weight", target.head.detach() if full else target.head.detach()[ids], persistent=False)
+        bias = target.head_bias
+        self.register_buffer("bias", None if bias is None else bias.detach()[ids], persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] -> logits [..., W]; no gradient reaches the weights."""
+        weight, bias = self.weight, self.bias
+        return self.target.shape_logits(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))  # type: ignore[union-attr,arg-type]
+
+
+def plain_norm_weight(norm: nn.Module, size: int, eps: float) -> Tensor | None:
+    """Weight w such that a Llama RMSNorm with w equals `norm`; None when there is none.
+
+    Gemma stores w - 1. The equality is tried on numbers, not guessed from a class name.
+    """
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.shape != (size,):
+        return None
+    probe = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        wanted = norm(probe).float()
+        for candidate in (weight.detach().float(), weight.detach().float() + 1.0):
+            mine = LlamaRMSNorm(size, eps).to(weight.device)
+            mine.weight.copy_(candidate)
+            if torch.allclose(mine(probe.float()), wanted, rtol=2e-2, atol=2e-2):
+                return candidate
+    return None

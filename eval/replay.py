@@ -1,0 +1,106 @@
+"""Greedy acceptance without the target: replay a drafter against the target's recorded greedy answers.
+
+Greedy speculative decoding emits the target's own greedy answer whatever the drafter says, so the features and tokens that
+verification would produce are known once the answer is. Replaying drafts for real (observe, propose, compare) and gives the
+same tau, round by round, as the full decoding loop; only the target's work is spared. Training uses it at every interval.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.contract import Drafter
+from drafters.sampling import Sampling
+
+
+@dataclass
+class Trajectory:
+    """A prompt and the target's greedy answer with features.
+
+    tokens int64 [T]; prompt: tokens of the prompt; aux [T, L, D], last [T, D] (the row of the last token is never read).
+    """
+
+    domain: str
+    tokens: Tensor
+    prompt: int
+    aux: Tensor
+    last: Tensor
+
+
+@dataclass
+class Acceptance:
+    """tau overall and by domain (emitted tokens per round, bonus included), alpha_k [K] conditional acceptance, rounds."""
+
+    tau: float
+    domains: dict[str, float]
+    alpha: list[float]
+    rounds: int
+
+
+@torch.no_grad()
+def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int, batch_size: int = 32) -> Acceptance:
+    """Draft greedily through every trajectory and count what the target would have accepted.
+
+    The token after the prompt comes from prefill and is not counted; a round that reaches the end of the answer counts the
+    tokens it could still emit. Raises ValueError when no trajectory has an answer of two tokens.
+    """
+    was_training = drafter.training
+    drafter.eval()
+    emitted: dict[str, int] = defaultdict(int)
+    rounds: dict[str, int] = defaultdict(int)
+    offered, kept = [0] * num_slots, [0] * num_slots
+    order = sorted(trajectories, key=lambda one: len(one.tokens))
+    for start in range(0, len(order), batch_size):
+        for domain, accepted, room in _rounds(drafter, order[start : start + batch_size], num_slots):
+            rounds[domain] += 1
+            emitted[domain] += min(accepted + 1, room)
+            for k in range(min(accepted + 1, num_slots, room)):
+                offered[k] += 1
+                kept[k] += k < accepted
+    drafter.train(was_training)
+    total = sum(rounds.values())
+    if total == 0:
+        raise ValueError("no trajectory has an answer of at least two tokens: nothing to draft")
+    return Acceptance(
+        tau=sum(emitted.values()) / total,
+        domains={domain: emitted[domain] / rounds[domain] for domain in sorted(rounds)},
+        alpha=[k / max(o, 1) for k, o in zip(kept, offered, strict=True)],
+        rounds=total,
+    )
+
+
+def _rounds(drafter: Drafter, batch: Sequence[Trajectory], num_slots: int) -> Iterable[tuple[str, int, int]]:
+    """(domain, accepted, tokens left to emit) of every round of a batch of trajectories."""
+    longest = max(len(one.tokens) for one in batch)
+    state = drafter.begin(len(batch), longest)
+    seeds = torch.zeros(len(batch), dtype=torch.int64, device=batch[0].tokens.device)
+    read, anchor = [0] * len(batch), [one.prompt for one in batch]
+    while any(anchor[r] < len(one.tokens) - 1 for r, one in enumerate(batch)):
+        drafter.observe(state, *_unread(batch, read, anchor))
+        drafted = drafter.propose(state, num_slots, Sampling(), seeds).tokens.tolist()
+        for r, one in enumerate(batch):
+            truth = one.tokens[anchor[r] + 1 : anchor[r] + 1 + num_slots].tolist()
+            room = len(one.tokens) - 1 - anchor[r]
+            read[r] = anchor[r]
+            if room <= 0:
+                continue
+            accepted = next((k for k, (a, b) in enumerate(zip(drafted[r], truth, strict=False)) if a != b), len(truth))
+            yield one.domain, accepted, room
+            anchor[r] += min(accepted + 1, room)
+
+
+def _unread(batch: Sequence[Trajectory], read: list[int], anchor: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments of observe: positions read[r]..anchor[r] - 1 of each trajectory, padded to the longest."""
+    counts = [a - r for a, r in zip(anchor, read, strict=True)]
+    width, like = max(max(counts), 1), batch[0]
+    next_ids = like.tokens.new_zeros(len(batch), width)
+    aux = like.aux.new_zeros(len(batch), width, *like.aux.shape[1:])
+    last = like.last.new_zeros(len(batch), width, like.last.shape[-1])
+    for r, (one, count) in enumerate(zip(batch, counts, strict=True)):
+        place = slice(read[r], read[r] + count)
+        next_ids[r, :count] = one.tokens[read[r] + 1 : anchor[r] + 1]
+        aux[r, :count], last[r, :count] = one.aux[place], one.last[place]
+    return next_ids, aux, last, torch.tensor(counts, device=next_ids.device)

@@ -1,0 +1,126 @@
+"""What training keeps: last.ckpt to resume from, and the drafter with the best tau."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from omegaconf import DictConfig, OmegaConf
+
+from checkpoints.folder import save_drafter
+from training.acceptance import AcceptanceCallback
+
+FREE_TO_CHANGE = ("resume", "logger", "trainer.progress", "trainer.log_every", "trainer.max_minutes", "trainer.checkpoint_every")
+
+
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Checkpoints that are whole or absent: written beside their name, flushed, then renamed."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        final = Path(path)
+        temporary = final.with_name(f".tmp-{final.name}")
+        super().save_checkpoint(checkpoint, temporary, storage_options)
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, final)
+
+
+class Keeper(Callback):
+    """Writes checkpoints/last.ckpt every `every` optimizer steps and at each measurement, and best-STEP/ whenever tau rises."""
+
+    def __init__(
+        self,
+        out: Path,
+        config: DictConfig,
+        acceptance: AcceptanceCallback,
+        target_identity: dict[str, Any],
+        data: dict[str, Any],
+        every: int,
+    ) -> None:
+        self.out, self.acceptance, self.identity, self.data, self.every = out, acceptance, target_identity, data, every
+        self.config = plain(config)
+        self.best: dict[str, Any] | None = None
+        self._written = -1
+
+    @property
+    def last(self) -> Path:
+        return self.out / "checkpoints" / "last.ckpt"
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        step = trainer.global_step
+        if step == self._written or step == 0:
+            return
+        measured = bool(self.acceptance.history) and self.acceptance.history[-1]["step"] == step
+        if measured and trainer.is_global_zero:
+            self._keep_best(pl_module)
+        if measured or step % self.every == 0:
+            self._written = step
+            trainer.save_checkpoint(self.last)
+
+    def _keep_best(self, module: LightningModule) -> None:
+        found = self.acceptance.history[-1]
+        if self.best is not None and found["tau"] <= self.best["tau"]:
+            return
+        folder = self.out / f"best-{found['step']:08d}"
+        self._save(folder, module, found)
+        previous, self.best = self.best, found | {"folder": folder.name}
+        if previous is not None and previous["folder"] != folder.name:
+            shutil.rmtree(self.out / previous["folder"], ignore_errors=True)
+
+    def _save(self, folder: Path, module: LightningModule, measured: dict[str, Any]) -> None:
+        save_drafter(folder, module.drafter, target_identity=self.identity, data=self.data, measured=measured)
+
+    def finish(self, module: LightningModule) -> dict[str, Any]:
+        """Copy the best drafter to drafter/ and return its measurement. RuntimeError when tau was never measured."""
+        if self.best is None:
+            raise RuntimeError("tau was never measured: the run ended before its first measurement")
+        final, staged = self.out / "drafter", self.out / ".tmp-drafter"
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(self.out / self.best["folder"], staged)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(staged, final)
+        return self.best | {"drafter": str(final)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["config"] = self.config
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if lines := difference(checkpoint["config"], self.config):
+            raise ValueError(f"{self.last} was made with other settings: {'; '.join(lines)}; use another run folder")
+
+
+def resume_point(resume: str | None, out: Path, config: DictConfig) -> str | None:
+    """The checkpoint to go on from: null never, "auto" this folder's last.ckpt if there is one, else the path given."""
+    if resume is None:
+        return None
+    last = out / "checkpoints" / "last.ckpt"
+    if resume == "auto":
+        return str(last) if last.exists() else None
+    if not Path(resume).exists():
+        raise ValueError(f'resume must be null, "auto" or a checkpoint that exists, got {resume!r}')
+    return str(resume)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The resolved config as {dotted key: value}."""
+
+    def walk(value: Any, path: str) -> dict[str, Any]:
+        if isinstance(value, dict) and value:
+            return {k: v for name, inner in value.items() for k, v in walk(inner, f"{path}.{name}" if path else name).items()}
+        return {path: value}
+
+    return walk(OmegaConf.to_container(config, resolve=True), "")
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Settings that changed and may not, one line each."""
+    keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(FREE_TO_CHANGE)]
+    return [f"{key} {old.get(key)!r} is now {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]

@@ -1,0 +1,330 @@
+"""Objectives on the slot grid: how far a slot's draft distribution q is from the target's p, weighted by slot.
+
+Only supervised slots meet the vocabulary, a chunk of anchors at a time, and each chunk's gradient is made while its logits
+are there, so [slots, V] never exists and no logit is computed twice. Teacher logits are made once a position and shared by
+the K slots that predict the same token. `plain_terms` is the slow, obvious form that the fast one must equal.
+
+p over the draft vocabulary comes in two forms: `p` is the target's own probability (sums to less than 1 when the draft
+vocabulary is reduced), `p_hat` is p renormalised over the draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from drafters.contract import Batch, Drafter, SlotBatch, TargetParts
+
+
+@dataclass
+class Scored:
+    """n slots with everything a measure may read.
+
+    logits [n, W] of the drafter. teacher [n, W] the target's logits on the draft vocabulary. lse [n] log-sum-exp of the
+    target's logits over its whole vocabulary. label [n] draft id of the target's most likely token. data [n] draft id of the
+    token in the data. hidden, last [n, D] the drafter's head input and the target's last hidden state.
+    """
+
+    logits: Tensor
+    teacher: Tensor
+    lse: Tensor
+    label: Tensor
+    data: Tensor
+    hidden: Tensor
+    last: Tensor
+
+    @cached_property
+    def logq(self) -> Tensor:
+        return self.logits.float().log_softmax(-1)
+
+    @cached_property
+    def p_hat(self) -> Tensor:
+        return self.teacher.float().softmax(-1)
+
+    @cached_property
+    def p(self) -> Tensor:
+        return (self.teacher.float() - self.lse[:, None]).exp()
+
+    @cached_property
+    def overlap(self) -> Tensor:
+        """[n] alpha = sum_v min(p_v, q_v), the chance that rejection sampling keeps a drafted token."""
+        return torch.minimum(self.p, self.logq.exp()).sum(-1)
+
+
+def soft_ce(s: Scored) -> Tensor:
+    """-sum p_hat log q. [n]. EAGLE-3's loss."""
+    return -(s.p_hat * s.logq).sum(-1)
+
+
+def hard_ce(s: Scored) -> Tensor:
+    """-log q of the target's most likely token. [n]."""
+    return -s.logq.gather(-1, s.label[:, None])[:, 0]
+
+
+def data_ce(s: Scored) -> Tensor:
+    """-log q of the token in the data. [n]."""
+    return -s.logq.gather(-1, s.data[:, None])[:, 0]
+
+
+def kl(s: Scored) -> Tensor:
+    """KL(p_hat || q). [n]."""
+    log_p = s.teacher.float().log_softmax(-1)
+    return (log_p.exp() * (log_p - s.logq)).sum(-1)
+
+
+def tv(s: Scored) -> Tensor:
+    """Total variation 1 - sum min(p, q). [n]; its gradient vanishes where p and q do not meet."""
+    return 1.0 - s.overlap
+
+
+def lk_alpha(s: Scored) -> Tensor:
+    """-log alpha, alpha clamped at 1e-5 (LK losses, arXiv 2602.23881). [n]."""
+    return -s.overlap.clamp_min(1e-5).log()
+
+
+def lk_lambda(s: Scored, eta: float = 3.0) -> Tensor:
+    """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), alpha detached (LK losses, arXiv 2602.23881). [n]."""
+    share = torch.exp(-eta * s.overlap.detach())
+    return share * kl(s) + (1.0 - share) * tv(s)
+
+
+def smooth_l1(s: Scored) -> Tensor:
+    """Smooth-L1 between the drafter's head input and the target's last hidden state, mean over D (EAGLE, section 3). [n]."""
+    return torch.nn.functional.smooth_l1_loss(s.hidden.float(), s.last.float(), reduction="none").mean(-1)
+
+
+MEASURES: dict[str, Callable[[Scored], Tensor]] = {
+    f.__name__: f for f in (soft_ce, hard_ce, data_ce, kl, tv, lk_alpha, lk_lambda, smooth_l1)
+}
+
+
+@dataclass(frozen=True)
+class SlotWeights:
+    """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma). geometric: beta^(k-1). dpace: how much the expected
+    accepted length depends on the slot (arXiv 2605.18810), from the drafter's own probabilities, detached.
+    """
+
+    kind: Literal["uniform", "exponential", "geometric", "dpace"] = "uniform"
+    gamma: float = 4.0
+    beta: float = 0.8
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        allowed = ("uniform", "exponential", "geometric", "dpace")
+        if self.kind not in allowed:
+            raise ValueError(f"slot weights kind must be one of {', '.join(allowed)}, got {self.kind!r}")
+
+    def static(self, num_slots: int, device: torch.device) -> Tensor:
+        """[K] weights known before the forward; their sum over supervised slots is the denominator."""
+        steps = torch.arange(num_slots, device=device, dtype=torch.float32)
+        if self.kind == "exponential":
+            return torch.exp(-steps / self.gamma)
+        return self.beta**steps if self.kind == "geometric" else torch.ones_like(steps)
+
+    def of(self, confidence: Tensor, supervised: Tensor) -> Tensor:
+        """Weights [A, K] of slots whose label the drafter gives probability `confidence` [A, K] (detached)."""
+        static = self.static(supervised.shape[1], supervised.device)
+        return dpace(confidence, supervised, self.alpha) if self.kind == "dpace" else static * supervised
+
+
+def dpace(confidence: Tensor, supervised: Tensor, alpha: float = 0.5) -> Tensor:
+    """w_k = sum_{j >= k} P_j, P_j = prod_{i <= j} s_i, s = (1 - alpha) confidence + alpha (arXiv 2605.18810). [A, K]."""
+    smoothed = torch.where(supervised, (1 - alpha) * confidence + alpha, torch.ones_like(confidence))
+    reach = smoothed.cumprod(-1) * supervised
+    return reach.flip(-1).cumsum(-1).flip(-1) * supervised
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A mixture of measures with slot weights.
+
+    terms: measure name -> coefficient. weights: keyword arguments of SlotWeights. chunk: slots per chunk (memory only).
+    """
+
+    terms: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
+    weights: dict[str, Any] = field(default_factory=dict)
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.terms) - set(MEASURES))
+        if unknown or not self.terms:
+            raise ValueError(f"objective terms must be of {', '.join(MEASURES)}; got {', '.join(unknown) or 'none'}")
+        try:
+            SlotWeights(**self.weights)
+        except TypeError as error:
+            raise ValueError(f"objective weights: {error}") from error
+
+    @property
+    def slot_weights(self) -> SlotWeights:
+        return SlotWeights(**self.weights)
+
+
+@dataclass
+class Terms:
+    """Sums over one batch. loss: numerator with gradient. denominator: sum of static slot weights. parts: each measure's own
+    weighted sum. offered, kept [K]: anchors whose slots 1..k-1 all match the target's argmax and that have slot k; those where
+    slot k matches too. overlap, supervised [K]: sum of alpha, count of supervised slots.
+    """
+
+    loss: Tensor
+    denominator: Tensor
+    parts: dict[str, Tensor]
+    offered: Tensor
+    kept: Tensor
+    overlap: Tensor
+    supervised: Tensor
+
+
+@dataclass
+class Labels:
+    """Flat labels of a slot grid: [N = B * A anchors, K]; supervised counts slots whose labels the drafter can say."""
+
+    mask: Tensor
+    supervised: Tensor
+    prev_ids: Tensor
+    label: Tensor
+    data: Tensor
+    where: Tensor
+
+
+def flat_labels(slots: SlotBatch, batch: Batch, inverse: Tensor, objective: Objective) -> Labels:
+    """Flatten the grid. inverse [V]: draft id of a target id or -1. A slot whose target argmax (or data token, when the
+    objective reads it) lies outside the draft vocabulary is not supervised: its label cannot be said."""
+    rows = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None, None]
+    where = (rows * batch.tokens.shape[1] + slots.teacher).flatten(0, 1)
+    label = inverse[batch.top1.flatten()[where]]
+    data = inverse[slots.target_ids.flatten(0, 1)]
+    mask = slots.mask.flatten(0, 1)
+    supervised = mask & (label >= 0)
+    if "data_ce" in objective.terms:
+        supervised = supervised & (data >= 0)
+    return Labels(mask, supervised, slots.prev_ids.flatten(0, 1), label.clamp_min(0), data.clamp_min(0), where)
+
+
+def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetParts, objective: Objective) -> Terms:
+    """The objective's sums over one batch's supervised slots; `loss` carries gradient to the drafter."""
+    device, num_slots = slots.hidden.device, slots.hidden.shape[2]
+    labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(device), objective)
+    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, batch.last.flatten(0, 1), batch.lse.flatten())
+    groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, objective.chunk // num_slots))
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    loss, sums = _ChunkedSum.apply(slots.hidden.flatten(0, 1), scorer, groups, *parameters)
+    offered, kept, overlap, supervised = sums[len(objective.terms) :].view(4, num_slots)
+    # Anchors none of whose labels can be said never reach a chunk; their first slot was offered all the same.
+    unsaid = (labels.mask[:, 0] & ~labels.supervised.any(-1)).sum()
+    offered = torch.cat([offered[:1] + unsaid, offered[1:]])
+    denominator = (objective.slot_weights.static(num_slots, device) * labels.supervised).sum()
+    parts = dict(zip(objective.terms, sums, strict=False))
+    return Terms(loss, denominator, parts, offered, kept, overlap, supervised)
+
+
+def _narrowed(target: TargetParts, drafter: Drafter) -> TargetParts:
+    """The target with its head cut to the draft vocabulary."""
+    if drafter.vocabulary.is_full:
+        return target
+    ids = drafter.vocabulary.ids.to(target.head.device)
+    return replace(target, head=target.head[ids], head_bias=None if target.head_bias is None else target.head_bias[ids])
+
+
+@dataclass
+class _Scorer:
+    """Scores the supervised slots of a group of anchors. last [B * T, D], lse [B * T]."""
+
+    drafter: Drafter
+    target: TargetParts
+    labels: Labels
+    objective: Objective
+    last: Tensor
+    lse: Tensor
+
+    def score(self, hidden: Tensor, group: Tensor) -> tuple[Scored, Tensor]:
+        """hidden [G, K, D] of the group's anchors -> their supervised slots and where those stand [G, K]."""
+        labels, supervised = self.labels, self.labels.supervised[group]
+        where = labels.where[group][supervised]
+        with torch.no_grad():
+            positions, owner = where.unique(return_inverse=True)
+            teacher = self.target.logits(self.last[positions])[owner]
+        states = hidden[supervised]
+        logits = self.drafter.logits(states, labels.prev_ids[group][supervised])
+        label, data = labels.label[group][supervised], labels.data[group][supervised]
+        return Scored(logits, teacher, self.lse[where], label, data, states, self.last[where]), supervised
+
+    def sums(self, hidden: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted loss of one group, and [terms + 4 K] sums: each measure, offered, kept, overlap, supervised."""
+        scored, supervised = self.score(hidden, group)
+        confidence = torch.zeros(supervised.shape, device=supervised.device)
+        confidence[supervised] = scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp()
+        weights = self.objective.slot_weights.of(confidence, supervised)[supervised]
+        parts = torch.stack([(MEASURES[name](scored) * weights).sum() for name in self.objective.terms])
+        loss = (parts * parts.new_tensor(list(self.objective.terms.values()))).sum()
+        with torch.no_grad():
+            hit = torch.zeros_like(supervised)
+            hit[supervised] = scored.logits.argmax(-1) == scored.label
+            reached = hit.long().cumprod(-1)
+            before = torch.cat([torch.ones_like(reached[:, :1]), reached[:, :-1]], 1)
+            overlap = torch.zeros(supervised.shape, device=supervised.device)
+            overlap[supervised] = scored.overlap
+            offered = (before * self.labels.mask[group]).sum(0)
+            by_slot = torch.cat([offered, reached.sum(0), overlap.sum(0), supervised.sum(0)])
+        return loss, torch.cat([parts.detach(), by_slot.to(parts.dtype)])
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Sum of scorer.sums(hidden[group], group) over groups, whose gradient is made group by group in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, scorer: _Scorer, groups: tuple[Tensor, ...], *parameters: Tensor) -> Any:
+        wanted = any(ctx.needs_input_grad)
+        d_hidden = torch.zeros_like(hidden) if wanted else None
+        d_parameters: list[Tensor | None] = [None] * len(parameters)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        sums = hidden.new_zeros(len(scorer.objective.terms) + 4 * hidden.shape[1], dtype=torch.float32)
+        for group in groups:
+            with torch.set_grad_enabled(wanted):
+                part = hidden[group].detach().requires_grad_(wanted)
+                value, made = scorer.sums(part, group)
+            loss, sums = loss + value.detach(), sums + made
+            if d_hidden is not None:
+                first, *others = torch.autograd.grad(value, (part, *parameters), allow_unused=True)
+                d_hidden[group] = first
+                d_parameters = [_add(kept, new) for kept, new in zip(d_parameters, others, strict=True)]
+        ctx.gradients = (d_hidden, d_parameters)
+        ctx.mark_non_differentiable(sums)
+        return loss, sums
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> Any:
+        d_hidden, d_parameters = ctx.gradients
+        return (d_hidden * d_loss, None, None, *(None if g is None else g * d_loss for g in d_parameters))
+
+
+def _add(kept: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Running sum of gradients, in place after the first."""
+    if new is None or kept is None:
+        return kept if new is None else new
+    return kept.add_(new)
+
+
+def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetParts, objective: Objective) -> Tensor:
+    """The slow form of `slot_terms`: all logits of all slots over the whole vocabulary, plain autograd. Returns the loss."""
+    labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(slots.hidden.device), objective)
+    hidden = slots.hidden.flatten(0, 1)
+    anchors, num_slots, width = hidden.shape
+    last = batch.last.flatten(0, 1)[labels.where].flatten(0, 1)
+    everything = target.logits(last).float()
+    scored = Scored(
+        drafter.logits(hidden.flatten(0, 1), labels.prev_ids.flatten()),
+        everything[:, drafter.vocabulary.ids.to(last.device)],
+        everything.logsumexp(-1),
+        labels.label.flatten(),
+        labels.data.flatten(),
+        hidden.flatten(0, 1),
+        last,
+    )
+    confidence = scored.logq.detach().gather(-1, scored.label[:, None]).exp().view(anchors, num_slots)
+    weights = objective.slot_weights.of(confidence, labels.supervised).flatten()
+    losses = torch.stack([c * MEASURES[name](scored) for name, c in objective.terms.items()]).sum(0)
+    return torch.where(weights > 0, losses * weights, 0.0).sum()

@@ -1,0 +1,206 @@
+"""headstart train: a drafter on a frozen target, from a prepared folder to a drafter folder.
+
+    headstart train prepared=outputs/prepare/... drafter=eagle3 objective=own optimizer=muon trainer.max_steps=2000
+
+Leaves in the run's folder: run.json, metrics.csv, checkpoints/last.ckpt, and drafter/ (the one with the best tau on held-out
+prompts). The same command over the same folder goes on from last.ckpt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning import Trainer, seed_everything
+from lightning.pytorch.callbacks import RichProgressBar
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from checkpoints.run import known_groups, native_bf16, record, settings
+from data.conversations import Conversation, read_conversations, read_prompts, token_counts
+from data.features import FeatureStore
+from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, StoreSource
+from data.sources import SourceSettings
+from data.target import Target
+from drafters.contract import Drafter
+from drafters.vocabulary import DraftVocabulary
+from eval.decoder import DecodeSettings, generate
+from eval.replay import Trajectory
+from training.acceptance import AcceptanceCallback, AcceptanceSettings, trajectory
+from training.keeper import AtomicCheckpoints, Keeper, resume_point
+from training.module import DrafterModule
+from training.objectives import Objective
+from training.optimizers import OptimizerSettings
+
+GROUPS = "target prepared heldout drafter objective optimizer batch acceptance trainer logger seed resume limit".split()
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """model: `_target_` and plain arguments of the class. vocabulary: size of the draft vocabulary, built from the training
+    answers (null: the whole target vocabulary). warm_start: initialise from the target. from_folder: continue from a
+    drafter folder instead. objective: the paper's objective, read through objective=own."""
+
+    model: dict[str, Any]
+    vocabulary: int | None = None
+    warm_start: bool = True
+    objective: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """max_steps: optimizer steps (0: as many as `epochs` make). accumulate: micro-batches per optimizer step. precision:
+    Lightning's name, "auto" = bf16-mixed where the hardware multiplies bf16, else 32-true. checkpoint_every: optimizer
+    steps. max_minutes: stop early after this long (null: never). The rest is Lightning's."""
+
+    max_steps: int = 0
+    epochs: int = 1
+    accumulate: int = 1
+    precision: str = "auto"
+    accelerator: str = "auto"
+    devices: int | str = 1
+    num_nodes: int = 1
+    strategy: Any = "auto"
+    checkpoint_every: int = 200
+    max_minutes: float | None = None
+    log_every: int = 10
+    progress: bool = True
+    deterministic: bool = False
+
+    def resolved_precision(self) -> str:
+        if self.precision != "auto":
+            return self.precision
+        return "bf16-mixed" if native_bf16() else "32-true"
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="train")
+def main(config: DictConfig) -> None:
+    """Train as configured; prints where the drafter lies."""
+    known_groups(config, *GROUPS)
+    out = Path(HydraConfig.get().runtime.output_dir)
+    found = run(config, out)
+    Console().print(f"best tau {found['tau']:.3f} at step {found['step']}: {found['drafter']}", soft_wrap=True)
+
+
+def run(config: DictConfig, out: Path) -> dict[str, Any]:
+    """The wiring, top to bottom. Returns the best measurement and the drafter's folder."""
+    seed_everything(config.seed, verbose=False)
+    chosen = settings(DrafterSettings, config.drafter, "drafter")
+    optimizer = settings(OptimizerSettings, config.optimizer, "optimizer")
+    objective = settings(Objective, config.objective, "objective")
+    trainer_settings = settings(TrainerSettings, config.trainer, "trainer")
+    batches = settings(BatchSettings, config.batch, "batch")
+    accepting = settings(AcceptanceSettings, config.acceptance, "acceptance")
+    target = Target.load(**OmegaConf.to_container(config.target))  # type: ignore[arg-type]
+    prepared = Path(config.prepared)
+    conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
+    drafter = build_drafter(chosen, target, conversations)
+    source = feature_source(batches, prepared, target, drafter, conversations)
+    data = PackedData(source, batches)
+    steps = trainer_settings.max_steps or -(-data.plan.steps(trainer_settings.epochs) // trainer_settings.accumulate)
+    data.total = steps * trainer_settings.accumulate
+    module = DrafterModule(drafter, target.parts, objective, optimizer, steps)
+    acceptance = AcceptanceCallback(held_out(config.heldout, target, drafter, accepting), accepting)
+    declared = {"prepared": _prepared(prepared), "conversations": len(conversations)}
+    record(out, config, target=target.identity, data=declared, vocabulary=drafter.vocabulary.fingerprint)
+    keeper = Keeper(out, config, acceptance, target.identity, declared, trainer_settings.checkpoint_every)
+    trainer = build_trainer(trainer_settings, optimizer, config.logger, out, [acceptance, keeper], steps)
+    point = resume_point(config.resume, out, config)
+    trainer.fit(module, datamodule=data, ckpt_path=point, weights_only=False)
+    return keeper.finish(module)
+
+
+def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequence[Conversation]) -> Drafter:
+    """The drafter on the target's device, with its draft vocabulary from the training answers and its warm start."""
+    console, parts = Console(), target.parts
+    size = target.identity["vocab_size"]
+    vocabulary = DraftVocabulary.full(size)
+    if chosen.vocabulary is not None:
+        counts = token_counts(conversations, size)
+        vocabulary = DraftVocabulary.from_counts(counts, chosen.vocabulary)
+        console.print(f"draft vocabulary: {len(vocabulary)} of {size} tokens, {vocabulary.coverage(counts):.2%} of answers")
+    drafter: Drafter = instantiate(chosen.model, target=parts, vocabulary=vocabulary)
+    drafter.to(target.device)
+    if chosen.warm_start:
+        for line in drafter.warm_start(parts):
+            console.print(f"warm start: {line}", style="dim")
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    console.print(f"drafter: {trained / 1e6:.1f}M trained parameters, {drafter.num_slots} slots, layers {drafter.needs.layers}")
+    return drafter
+
+
+def feature_source(
+    batches: BatchSettings, prepared: Path, target: Target, drafter: Drafter, conversations: Sequence[Conversation]
+) -> SampleSource:
+    """The store beside the conversations, or the target itself; both checked against the drafter's needs."""
+    if batches.features == "online":
+        return OnlineSource(target, conversations, drafter.needs.layers, "auto", 4096)
+    store = FeatureStore.open(prepared / "features", target.identity, drafter.needs.layers, "lazy", target.parts)
+    names = [one.id for one in conversations]
+    if store.ids[: len(names)] != names:
+        raise ValueError(f"{prepared}: the features are not those of conversations.jsonl; run headstart prepare again")
+    source = StoreSource(store)
+    source.lengths, source.ids = source.lengths[: len(names)], names
+    return source
+
+
+def held_out(config: DictConfig, target: Target, drafter: Drafter, chosen: AcceptanceSettings) -> list[Trajectory]:
+    """The target's greedy answers to held-out prompts, spread evenly over domains, with features."""
+    prompts = read_prompts(settings(SourceSettings, config, "heldout"), "heldout")
+    by_domain: dict[str, list[Any]] = {}
+    for prompt in prompts:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    share = max(1, chosen.prompts // max(1, len(by_domain)))
+    kept = [prompt for group in by_domain.values() for prompt in group[:share]]
+    ids = [
+        target.tokenizer.apply_chat_template(one.messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for one in kept
+    ]
+    decoding = DecodeSettings(max_new_tokens=chosen.max_new_tokens, batch_size=16)
+    answers = generate(target, None, ids, decoding)
+    layers = drafter.needs.layers
+    return [trajectory(target, i, a.tokens, p.domain, layers) for p, i, a in zip(kept, ids, answers, strict=True)]
+
+
+def build_trainer(
+    chosen: TrainerSettings, optimizer: OptimizerSettings, loggers: DictConfig, out: Path, callbacks: list[Any], steps: int
+) -> Trainer:
+    """Lightning's trainer; nothing of it lands outside `out`."""
+    return Trainer(
+        default_root_dir=out,
+        max_steps=steps,
+        max_time=None if chosen.max_minutes is None else {"seconds": round(chosen.max_minutes * 60)},
+        accelerator=chosen.accelerator,
+        devices=chosen.devices,
+        num_nodes=chosen.num_nodes,
+        strategy=chosen.strategy,
+        precision=chosen.resolved_precision(),  # type: ignore[arg-type]
+        accumulate_grad_batches=chosen.accumulate,
+        gradient_clip_val=optimizer.clip or None,
+        logger=[instantiate(one, save_dir=str(out)) for one in loggers.values()] if loggers else False,
+        log_every_n_steps=chosen.log_every,
+        callbacks=[*callbacks, *([RichProgressBar()] if chosen.progress else [])],
+        enable_progress_bar=chosen.progress,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        plugins=[AtomicCheckpoints()],
+        use_distributed_sampler=False,
+        deterministic=chosen.deterministic,
+    )
+
+
+def _prepared(folder: Path) -> dict[str, Any]:
+    """What prepare said of the data: chat template, thinking mode, counts and fingerprints."""
+    from checkpoints.files import read_json
+
+    path = folder / "prepare.json"
+    return read_json(path) if path.exists() else {}
+
+
+if __name__ == "__main__":
+    torch.set_float32_matmul_precision("high")
+    main()
