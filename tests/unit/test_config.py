@@ -44,7 +44,7 @@ def test_a_misspelt_override_fails(primary):
 @pytest.mark.parametrize("group", ["drafter", "data", "objective", "optimizer", "trainer", "logger", "debug", "experiment"])
 def test_every_option_of_every_group_composes(group):
     for option in options(group):
-        assert composed("train", f"+{group}={option}" if group == "experiment" else f"{group}={option}")
+        assert composed("train", f"{'data@heldout' if group == 'data' else group}={option}")
 
 
 @pytest.mark.parametrize("mode", ["overfit", "fast", "cpu"])
@@ -53,10 +53,19 @@ def test_debug_modes_change_the_training(mode):
     assert OmegaConf.to_container(plain, resolve=False) != OmegaConf.to_container(debug, resolve=False)
 
 
+# What a command must be told, with values that no later stage could use: the config must fail first.
+REQUIRED = {
+    "prepare": ("target=any", "target.name=/nowhere"),
+    "train": ("target=any", "target.name=/nowhere", "prepared=/nowhere"),
+    "eval": ("target=any", "target.name=/nowhere", "drafter_dir=/nowhere"),
+    "export": (),
+}
+
+
 def run(entry: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> None:
     """The entry as a command, in this process, with Hydra's errors let through."""
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(sys, "argv", ["headstart", entry, f"hydra.run.dir={folder}", *overrides])
+    monkeypatch.setattr(sys, "argv", ["headstart", entry, f"hydra.run.dir={folder}", *REQUIRED[entry], *overrides])
     headstart.main()
 
 
