@@ -7,6 +7,7 @@ Each entry also runs as a module: `python -m training.train ...`.
 """
 
 import importlib
+import shutil
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of the demo. mark holds its fingerprint and seconds once it has finished."""
+    """One command of the demo. Its mark, stage.json, says what was started and whether it ended."""
 
     name: str
     command: list[str]
@@ -87,18 +88,32 @@ class Stage:
     def mark(self) -> Path:
         return self.folder / "stage.json"
 
+    def read_mark(self) -> dict[str, Any] | None:
+        return read_json(self.mark) if self.mark.exists() else None
+
     def finished(self) -> bool:
         """Whether this very stage (same command, sources and earlier stages) ran to its end before."""
-        return self.mark.exists() and read_json(self.mark)["fingerprint"] == self.fingerprint
+        mark = self.read_mark()
+        return mark is not None and mark["fingerprint"] == self.fingerprint and mark["seconds"] is not None
+
+    def write_mark(self, seconds: float | None) -> None:
+        """seconds: of the run that ended, None while it has not."""
+        write_json(self.mark, {"fingerprint": self.fingerprint, "seconds": seconds, "command": self.command})
 
     def run(self) -> None:
-        """Run the command; its output passes through. SystemExit names the stage when it fails."""
+        """Run the command; its output passes through. A killed one goes on; outputs of another stage are removed first.
+
+        SystemExit names the stage when it fails.
+        """
+        mark = self.read_mark()
+        if mark is not None and mark["fingerprint"] != self.fingerprint:
+            shutil.rmtree(self.folder)
+        self.write_mark(None)
         started = time.monotonic()
         done = subprocess.run([sys.executable, "-m", *self.command], cwd=ROOT, check=False)
         if done.returncode != 0:
-            sys.exit(f"demo: {self.name} failed (exit {done.returncode}); `headstart demo` again resumes there")
-        seconds = round(time.monotonic() - started, 1)
-        write_json(self.mark, {"fingerprint": self.fingerprint, "seconds": seconds, "command": self.command})
+            sys.exit(f"demo: {self.name} failed (exit {done.returncode}); `headstart demo` again goes on there")
+        self.write_mark(round(time.monotonic() - started, 1))
 
 
 def stages(config: DemoSettings) -> list[Stage]:

@@ -1,6 +1,7 @@
 """Configs: every one composes, debug modes too, and a key that nothing reads fails with its name."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,9 +119,32 @@ def test_a_stage_is_finished_only_with_the_same_inputs(tmp_path):
     """A changed override re-runs its stage and every later one; an equal one does not."""
     first = headstart.stages(headstart.DemoSettings(str(tmp_path), {"prepare": ["a=1"], "train": []}))
     for stage in first:
-        headstart.write_json(stage.mark, {"fingerprint": stage.fingerprint, "seconds": 1.0, "command": stage.command})
+        stage.write_mark(None)
+    assert [stage.finished() for stage in first] == [False, False]
+    for stage in first:
+        stage.write_mark(1.0)
     assert [stage.finished() for stage in first] == [True, True]
     changed = headstart.stages(headstart.DemoSettings(str(tmp_path), {"prepare": ["a=2"], "train": []}))
     assert [stage.finished() for stage in changed] == [False, False]
     later = headstart.stages(headstart.DemoSettings(str(tmp_path), {"prepare": ["a=1"], "train": ["b=1"]}))
     assert [stage.finished() for stage in later] == [True, False]
+
+
+def test_a_killed_stage_goes_on_and_another_starts_anew(tmp_path, monkeypatch):
+    """The same stage finds what its killed run left; a changed one finds an empty folder."""
+    seen = []
+
+    def pretend(command, **_):
+        seen.append((tmp_path / "train" / "half").exists())
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(headstart.subprocess, "run", pretend)
+    (stage,) = headstart.stages(headstart.DemoSettings(str(tmp_path), {"train": ["b=1"]}))
+    stage.write_mark(None)
+    (stage.folder / "half").write_text("left by the killed run")
+    stage.run()
+    (changed,) = headstart.stages(headstart.DemoSettings(str(tmp_path), {"train": ["b=2"]}))
+    changed.run()
+    assert seen == [True, False]
+    assert changed.finished()
+    assert not stage.finished()
