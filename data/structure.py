@@ -1,4 +1,4 @@
-"""Where a model keeps its decoder layers, final norm, head and embedding: found by structure and config, never by family name.
+"""Where a model keeps its decoder layers, final norm, head and embedding: by structure and config, not by family name.
 
 Letters in shapes: D hidden width, V target vocabulary.
 """
@@ -20,7 +20,7 @@ SOFTCAPS = ("final_logit_softcapping",)
 
 @dataclass
 class Anatomy:
-    """The target's pieces by role. embedding [V', D], head [V, D], head_bias [V] or None; names say where they were found."""
+    """The target's pieces by role. embedding [V', D], head [V, D], head_bias [V] or None; names say where each was."""
 
     config: PretrainedConfig
     decoder: nn.Module
@@ -40,15 +40,15 @@ class Anatomy:
         return {name: parameter for name, parameter in whole_parameters(block)}
 
     def check_embedding(self, tokens: Tensor, first: Tensor) -> None:
-        """The first layer's input must be embedding rows x scale. tokens [1, N], first [1, N, D]. ValueError otherwise."""
+        """The first layer's input must be embedding x scale: ValueError otherwise. tokens [1, N], first [1, N, D]."""
         rows = self.embedding[tokens].to(first.device).float()
         error = float((rows * self.embedding_scale - first.float()).norm() / first.float().norm())
         if not error < 0.02:
             measured = float((rows * first.float()).sum() / rows.square().sum())
             raise ValueError(
-                f"the first decoder layer does not read embedding x {self.embedding_scale:g} (relative difference {error:.2g}; "
-                f"least-squares scale {measured:g}): positions or norms are added to the embedding, or an unknown scale. "
-                f"{self.describe()}"
+                f"the first decoder layer does not read embedding x {self.embedding_scale:g} (relative difference "
+                f"{error:.2g}; least-squares scale {measured:g}): positions or norms are added to the embedding, or an "
+                f"unknown scale. {self.describe()}"
             )
 
     def describe(self) -> str:
@@ -60,7 +60,7 @@ class Anatomy:
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Find the pieces of a text-only or wrapped model. ValueError lists the candidates seen when a piece is not found."""
+    """Find the pieces of a text-only or wrapped model. ValueError lists the candidates when a piece is not found."""
     config = model.config.get_text_config(decoder=True)
     embedder = _embedder(model)
     decoder_name, decoder, layers = _decoder(model, config, embedder)
@@ -128,8 +128,8 @@ def _decoder(
                 found.append((name, module, child))
     if len(found) != 1:
         raise ValueError(
-            f"{len(found)} decoders with {config.num_hidden_layers} layers beside the embedding in {type(model).__name__}; "
-            f"layer lists seen: {', '.join(seen[:20]) or 'none'}"
+            f"{len(found)} decoders with {config.num_hidden_layers} layers beside the embedding in "
+            f"{type(model).__name__}; layer lists seen: {', '.join(seen[:20]) or 'none'}"
         )
     return found[0]
 

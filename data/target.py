@@ -44,11 +44,22 @@ class Features:
     last: Tensor
 
 
+@dataclass(frozen=True)
+class TargetSettings:
+    """The target group of a config: the arguments of Target.load."""
+
+    name: str
+    dtype: str = "auto"
+    device_map: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
 class Target:
     """A frozen language model with its tokenizer.
 
-    model: the transformers model, in eval mode, without gradients. parts: what drafters share. identity: name, revision,
-    fingerprints (weights, tokenizer, chat template), sizes. source: folder or hub id that transformers and engines open.
+    model: the transformers model, in eval mode, without gradients. parts: what drafters share. identity: name,
+    revision, fingerprints (weights, tokenizer, chat template), sizes. source: folder or hub id that engines open.
     """
 
     def __init__(
@@ -59,7 +70,7 @@ class Target:
         source: str | None = None,
         revision: str | None = None,
     ) -> None:
-        """Raises ValueError when the model's norm, head, embedding or layers cannot be found or do not give its logits."""
+        """ValueError when the model's norm, head, embedding or layers cannot be found or do not give its logits."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.source = source or name
@@ -183,7 +194,7 @@ class Target:
 
     @torch.inference_mode()
     def own_top1(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Argmax of the whole model's own logits, head included: the outside witness of check 4. [B, T] -> int64 [B, T]."""
+        """Argmax of the whole model's own logits, the outside witness of check 4. [B, T] -> int64 [B, T]."""
         positions = default_positions(tokens, attention_mask, 0)
         arguments = {"attention_mask": attention_mask, "position_ids": positions}
         moved = {name: None if value is None else value.to(self.device) for name, value in arguments.items()}
@@ -200,46 +211,50 @@ class Target:
         found.check_embedding(tokens, first[0])
         ours = self.logits(self.forward(tokens, ()).last).to(own.device)
         error, size = float((ours.float() - own.float()).abs().max()), float(own.float().abs().max())
-        # Matrix kernels may differ by the shape they are given; a wrong norm, head or scale is off by the logits' own size.
+        # Kernels may round differently by shape; a wrong norm, head or scale is off by the logits' own size.
         allowed = 64 * torch.finfo(self.dtype).eps * max(size, 1.0)
         if not error <= allowed:
             raise ValueError(
-                f"the parts found in {type(self.model).__name__} do not give its logits (largest difference {error:.3g}, "
-                f"allowed {allowed:.3g}): {found.describe()}"
+                f"the parts found in {type(self.model).__name__} do not give its logits (largest difference "
+                f"{error:.3g}, allowed {allowed:.3g}): {found.describe()}"
             )
 
 
-def feature_truth(parts: TargetParts, last: Tensor, top1: Tensor, where: str) -> float:
+def feature_truth(
+    parts: TargetParts, last: Tensor, top1: Tensor, where: str, target_dtype: torch.dtype = torch.float32
+) -> float:
     """Check 4: head(last) has the target's own argmax on >= 99% of positions; returns the share.
 
-    last [N, D], top1 [N]. ValueError names `where` and what to look at. An empty sample is an error: it proves nothing.
+    last [N, D], top1 [N]. target_dtype: what the target computed top1 in; where that or the head is a 16-bit dtype,
+    tokens whose logits that dtype cannot tell apart count as the same. ValueError names `where` and what to look at.
+    An empty sample is an error: it proves nothing.
     """
     if top1.numel() == 0:
         raise ValueError(f"{where}: no positions to check the features on")
-    device = parts.head.device
-    step = max(1, LOGITS_AT_ONCE // parts.head.shape[0])
-    hits = sum(
-        int((parts.logits(rows.to(device)).argmax(-1) == own.to(device)).sum())
-        for rows, own in zip(last.split(step), top1.split(step), strict=True)
-    )
+    head, hits = parts.head, 0
+    eps = max(torch.finfo(dtype).eps for dtype in (head.dtype, target_dtype))
+    step = max(1, LOGITS_AT_ONCE // head.shape[0])
+    for rows, own in zip(last.split(step), top1.split(step), strict=True):
+        logits = parts.logits(rows.to(head.device)).float()
+        best = logits.amax(-1)
+        hits += int((logits.gather(-1, own.to(head.device)[:, None])[:, 0] >= best - eps * best.abs()).sum())
     share = hits / top1.numel()
     if share < TRUTH_SHARE:
         raise ValueError(
             f"{where}: head(last) has the target's own argmax on only {share:.1%} of {top1.numel()} positions (>= "
-            f"{TRUTH_SHARE:.0%} needed): the last hidden state is not the final norm's output, belongs to another layer, "
-            f"dtype or target, or the head's scale is wrong"
+            f"{TRUTH_SHARE:.0%} needed): the last hidden state is not the final norm's output, belongs to another "
+            f"layer, dtype or target, or the head's scale is wrong"
         )
     return share
 
 
 def default_positions(tokens: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
-    """Positions of real tokens numbered from 0 per row; 0 on padding. tokens [B, T], attention_mask [B, past + T] -> [B, T]."""
+    """Real tokens numbered from 0 in each row. tokens [B, T], attention_mask [B, past + T] -> int64 [B, T]."""
     if attention_mask is None or attention_mask.ndim != 2:
         return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape)
     if attention_mask.shape != (tokens.shape[0], past + tokens.shape[1]):
-        raise ValueError(
-            f"attention_mask must be [B, past + T] = {[tokens.shape[0], past + tokens.shape[1]]}, got {list(attention_mask.shape)}"
-        )
+        wanted, got = [tokens.shape[0], past + tokens.shape[1]], list(attention_mask.shape)
+        raise ValueError(f"attention_mask must be [B, past + T] = {wanted}, got {got}")
     return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
 
 

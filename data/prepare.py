@@ -1,0 +1,226 @@
+"""headstart prepare: from prompts to conversations and the target's features.
+
+    headstart prepare data=jsonl data.path=prompts.jsonl target=any target.name=FOLDER
+    headstart prepare data=answers_jsonl data.path=answers.jsonl dry_run=true
+
+Leaves in the run's folder: answers.jsonl (what the target wrote, if it did), conversations.jsonl, heldout.jsonl (prompts or
+conversations kept out), features (a link to the store), prepare.json and run.json. The same command over the same folder
+goes on where a killed one stopped.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from checkpoints.files import fingerprint, write_json
+from checkpoints.run import known_groups, record, settings
+from data.answers import AnswerReport, AnswerSettings, answer
+from data.chat import Template
+from data.conversations import (
+    Conversation,
+    Report,
+    read_prompts,
+    read_source,
+    split_heldout,
+    token_counts,
+    write_conversations,
+)
+from data.embedded import cache_root
+from data.features import (
+    BATCH_TOKENS,
+    SHARD_BYTES,
+    capture,
+    conversations_fingerprint,
+    estimate_bytes,
+    feature_dtype,
+)
+from data.sources import SourceSettings
+from data.target import Target, TargetSettings
+from drafters.contract import check_layers, default_layers
+from drafters.vocabulary import coverage_curve
+
+GROUPS = ["target", "data", "answers", "answered_by", "features", "dry_run"]
+ANSWERED_BY = ("auto", "target", "source")
+COVERAGE_SIZES = [2**i for i in range(10, 18)]
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """write: false leaves conversations only. layers: target layer ids (null: the default three). dtype: of the store.
+    batch_tokens: positions in one forward, padding included. shard_bytes: of one shard. folder: null puts the store in the cache.
+    """
+
+    write: bool = True
+    layers: list[int] | None = None
+    dtype: str = "auto"
+    batch_tokens: int = BATCH_TOKENS
+    shard_bytes: int = SHARD_BYTES
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        feature_dtype(self.dtype)
+        for name in ("batch_tokens", "shard_bytes"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"features.{name} must be an integer >= 1, got {getattr(self, name)!r}")
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="prepare")
+def main(config: DictConfig) -> None:
+    """Prepare as configured; prints what was kept and where things lie."""
+    run(config, Path(HydraConfig.get().runtime.output_dir), Console())
+
+
+def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
+    """The wiring, top to bottom. Returns what prepare.json holds. ValueError on unknown keys, before anything is loaded."""
+    known_groups(config, *GROUPS)
+    loading = settings(TargetSettings, config.target, "target")
+    source = settings(SourceSettings, config.data, "data")
+    answering = settings(AnswerSettings, config.answers, "answers")
+    wanted = settings(FeatureSettings, config.features, "features")
+    if config.answered_by not in ANSWERED_BY:
+        raise ValueError(f"answered_by must be one of {', '.join(ANSWERED_BY)}, got {config.answered_by!r}")
+    target = Target.load(**asdict(loading))
+    layers = feature_layers(wanted, target)
+    own = config.answered_by == "target" or (config.answered_by == "auto" and source.source != "answers_jsonl")
+    answered = None
+    if own:
+        source, answered = ask(target, source, answering, out / "answers.jsonl")
+    conversations, report = read_source(source, target.tokenizer, target.eos_ids, target.identity["vocab_size"])
+    if not conversations:
+        raise ValueError(f"no conversation is left to learn from; dropped: {report.dropped}")
+    if not own and source.heldout:
+        conversations, kept_out = split_heldout(conversations, source.heldout)
+        write_conversations(out / "heldout.jsonl", kept_out)
+    write_conversations(out / "conversations.jsonl", conversations)
+    summary = summarise(target, conversations, report, answered, layers)
+    width = target.identity["hidden_size"]
+    summary["feature_bytes"] = estimate_bytes(conversations, len(layers), width, wanted.dtype, wanted.shard_bytes)
+    show(console, summary)
+    if wanted.write and not config.dry_run:
+        summary["features"] = str(write_features(target, conversations, layers, wanted, out / "features"))
+    write_json(out / "prepare.json", summary)
+    record(out, config, target=target.identity, data=summary["data"])
+    console.print(f"conversations: {out / 'conversations.jsonl'}", soft_wrap=True)
+    console.print(f"features: {summary['features'] or 'none written'}", soft_wrap=True)
+    return summary
+
+
+def ask(
+    target: Target, source: SourceSettings, answering: AnswerSettings, output: Path
+) -> tuple[SourceSettings, AnswerReport]:
+    """Let the target answer the source's prompts, less those held out; the answers as a source of their own."""
+    prompts = read_prompts(source, report=Report())
+    if source.heldout:
+        prompts, kept_out = split_heldout(prompts, source.heldout)
+        write_json(output.with_name("heldout.json"), [asdict(one) for one in kept_out])
+    template = Template(target.tokenizer, source.thinking, target.eos_ids)
+    report = answer(prompts, answering, output, template, target)
+    written = SourceSettings(
+        "answers_jsonl",
+        str(output),
+        domain=source.domain,
+        thinking=source.thinking,
+        max_length=source.max_length,
+        eval_path=source.eval_path,
+    )
+    return written, report
+
+
+def feature_layers(wanted: FeatureSettings, target: Target) -> tuple[int, ...]:
+    """The layers to capture, checked against the target; ValueError when they do not fit."""
+    depth = target.identity["num_layers"]
+    return default_layers(depth) if wanted.layers is None else check_layers(tuple(wanted.layers), depth)
+
+
+def write_features(
+    target: Target, conversations: Sequence[Conversation], layers: Sequence[int], wanted: FeatureSettings, link: Path
+) -> Path:
+    """Capture into the store's folder, with a progress bar, and leave a link to it. Returns the folder."""
+    key = fingerprint(
+        [target.identity["weights"], conversations_fingerprint(conversations), list(layers), asdict(wanted)]
+    )
+    folder = Path(wanted.folder).expanduser() if wanted.folder else cache_root() / "features" / key
+    columns = [TextColumn("features"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} tokens")]
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as bar:
+        task = bar.add_task("features", total=sum(len(one.tokens) for one in conversations))
+        capture(
+            target,
+            conversations,
+            layers,
+            folder,
+            wanted.batch_tokens,
+            wanted.dtype,
+            wanted.shard_bytes,
+            lambda tokens: bar.advance(task, tokens),
+        )
+    if link.is_symlink():
+        link.unlink()
+    if link.resolve() != folder.resolve():
+        os.symlink(folder.resolve(), link, target_is_directory=True)
+    return folder.resolve()
+
+
+def summarise(
+    target: Target,
+    conversations: Sequence[Conversation],
+    report: Report,
+    answered: AnswerReport | None,
+    layers: Sequence[int],
+) -> dict[str, Any]:
+    """What prepare.json says: identities, the template and thinking mode, counts and the vocabulary's coverage."""
+    vocab_size = target.identity["vocab_size"]
+    counts: Tensor = token_counts(conversations, vocab_size)
+    sizes = [size for size in COVERAGE_SIZES if size < vocab_size] + [vocab_size]
+    return {
+        "target": target.identity,
+        "data": conversations_fingerprint(conversations),
+        "chat_template": target.identity["chat_template"],
+        "thinking": report.thinking,
+        "layers": list(layers),
+        "conversations": len(conversations),
+        "tokens": sum(len(one.tokens) for one in conversations),
+        "answer_tokens": int(counts.sum()),
+        "domains": {
+            name: sum(one.domain == name for one in conversations) for name in sorted({c.domain for c in conversations})
+        },
+        "rows": report.as_dict(),
+        "answers": answered.as_dict() if answered else None,
+        "distinct_answer_tokens": int((counts > 0).sum()),
+        "coverage": [[size, round(share, 6)] for size, share in coverage_curve(counts, sizes)],
+        "feature_bytes": 0,
+        "features": None,
+    }
+
+
+def show(console: Console, summary: dict[str, Any]) -> None:
+    """The counts as a table."""
+    table = Table("what", "count", title=f"prepared for {summary['target']['name']}")
+    rows = summary["rows"]
+    table.add_row("rows read", f"{rows['read']:,}")
+    for reason, count in sorted((summary["answers"] or {}).get("dropped", {}).items()):
+        table.add_row(f"prompt dropped: {reason}", f"{count:,}")
+    for reason, count in sorted(rows["dropped"].items()):
+        table.add_row(f"dropped: {reason}", f"{count:,}")
+    for name, count in summary["domains"].items():
+        table.add_row(f"conversations, {name}", f"{count:,}")
+    table.add_row("cut to length", f"{rows['truncated']:,}")
+    table.add_row("tokens", f"{summary['tokens']:,}")
+    table.add_row("answer tokens", f"{summary['answer_tokens']:,}")
+    for size, share in summary["coverage"]:
+        table.add_row(f"draft vocabulary of {size:,} covers", f"{share:.2%}")
+    table.add_row(f"features, layers {summary['layers']}", f"{summary['feature_bytes'] / 1e6:,.1f} MB")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
