@@ -286,7 +286,7 @@ def estimate_bytes(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
+    """The dtype's own name: bfloat16 of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -41,7 +41,7 @@ def identity_difference(wanted: dict[str, Any], got: dict[str, Any]) -> list[str
 
 @torch.inference_mode()
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """16 hex digits over all parameters: names, shapes, a bit sum over every value, and samples spread over each tensor.
+    """16 hex digits over all parameters: names, shapes, a bit sum over every value, and samples of each tensor.
 
     Floats are read as float32, so a bfloat16 checkpoint has one fingerprint whether loaded as bfloat16 or float32. Any
     single changed value changes the sum; one pass over the weights, nothing is copied whole.
@@ -58,7 +58,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits over what turns text into ids; padding and truncation settings, which change with use, are left out."""
+    """16 hex digits over what turns text into ids; padding and truncation, which change with use, are left out."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return fingerprint([sorted(tokenizer.get_vocab().items()), str(tokenizer.special_tokens_map)])

@@ -3,12 +3,14 @@
     headstart prepare data=jsonl data.path=prompts.jsonl target=any target.name=FOLDER
     headstart prepare data=answers_jsonl data.path=answers.jsonl dry_run=true
 
-Leaves in the run's folder: answers.jsonl (what the target wrote, if it did), conversations.jsonl, heldout.jsonl (prompts or
-conversations kept out), features (a link to the store), prepare.json and run.json. The same command over the same folder
-goes on where a killed one stopped.
+Leaves in the run's folder: answers.jsonl (what the target wrote, if it did), conversations.jsonl, heldout.jsonl (what
+data.heldout kept out: prompts, or conversations where the rows had answers), features (a link to the store),
+prepare.json and run.json. The same command over the same folder goes on where a killed one stopped.
 """
 
+import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from checkpoints.files import fingerprint, write_json
+from checkpoints.files import atomic, fingerprint, write_json
 from checkpoints.run import known_groups, record, settings
 from data.answers import AnswerReport, AnswerSettings, answer
 from data.chat import Template
@@ -56,8 +58,11 @@ COVERAGE_SIZES = [2**i for i in range(10, 18)]
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """write: false leaves conversations only. layers: target layer ids (null: the default three). dtype: of the store.
-    batch_tokens: positions in one forward, padding included. shard_bytes: of one shard. folder: null puts the store in the cache.
+    """How features are written.
+
+    write: false leaves conversations only. layers: target layer ids (null: the default three). dtype: of the store.
+    batch_tokens: positions in one forward, padding included. shard_bytes: of one shard. folder: of the store (null: in
+    the cache).
     """
 
     write: bool = True
@@ -81,7 +86,7 @@ def main(config: DictConfig) -> None:
 
 
 def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
-    """The wiring, top to bottom. Returns what prepare.json holds. ValueError on unknown keys, before anything is loaded."""
+    """The wiring, top to bottom. Returns what prepare.json holds. Unknown keys fail before anything is loaded."""
     known_groups(config, *GROUPS)
     loading = settings(TargetSettings, config.target, "target")
     source = settings(SourceSettings, config.data, "data")
@@ -122,7 +127,10 @@ def ask(
     prompts = read_prompts(source, report=Report())
     if source.heldout:
         prompts, kept_out = split_heldout(prompts, source.heldout)
-        write_json(output.with_name("heldout.json"), [asdict(one) for one in kept_out])
+        with atomic(output.with_name("heldout.jsonl")) as temporary:
+            temporary.write_text(
+                "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in kept_out), "utf-8"
+            )
     template = Template(target.tokenizer, source.thinking, target.eos_ids)
     report = answer(prompts, answering, output, template, target)
     written = SourceSettings(
@@ -146,9 +154,8 @@ def write_features(
     target: Target, conversations: Sequence[Conversation], layers: Sequence[int], wanted: FeatureSettings, link: Path
 ) -> Path:
     """Capture into the store's folder, with a progress bar, and leave a link to it. Returns the folder."""
-    key = fingerprint(
-        [target.identity["weights"], conversations_fingerprint(conversations), list(layers), asdict(wanted)]
-    )
+    data = conversations_fingerprint(conversations)
+    key = fingerprint([target.identity["weights"], str(target.dtype), data, list(layers), asdict(wanted)])
     folder = Path(wanted.folder).expanduser() if wanted.folder else cache_root() / "features" / key
     columns = [TextColumn("features"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} tokens")]
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as bar:
@@ -190,9 +197,7 @@ def summarise(
         "conversations": len(conversations),
         "tokens": sum(len(one.tokens) for one in conversations),
         "answer_tokens": int(counts.sum()),
-        "domains": {
-            name: sum(one.domain == name for one in conversations) for name in sorted({c.domain for c in conversations})
-        },
+        "domains": dict(sorted(Counter(one.domain for one in conversations).items())),
         "rows": report.as_dict(),
         "answers": answered.as_dict() if answered else None,
         "distinct_answer_tokens": int((counts > 0).sum()),

@@ -15,7 +15,8 @@ PAD_ID, UNKNOWN_ID, START_ID, END_ID = 0, 1, 2, 3
 SPECIAL = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,?!:;-'\"()[]{}+=*/"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -84,7 +85,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(family: str = "llama", **overrides: Any) -> PreTrainedModel:
-    """A random float32 model of a family, equal for equal arguments. overrides go to its config; `seed` (0) to the weights."""
+    """A random float32 model of a family, equal for equal arguments. overrides go to its config; `seed` to weights."""
     if family not in FAMILIES:
         raise ValueError(f"no tiny family {family!r}; there are {', '.join(FAMILIES)}")
     model_type, own = FAMILIES[family]
