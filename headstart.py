@@ -158,8 +158,13 @@ def demo(config: DictConfig) -> None:
 
 def demo_report(out: Path, names: Sequence[str]) -> dict[str, Any]:
     """The evaluation's report with the demo's own keys: seconds by stage, the head's folder and its exports."""
-    seconds = {name: read_json(out / name / "stage.json")["seconds"] for name in names}
-    exports = {path.name: str(path) for path in sorted((out / "export").iterdir()) if (path / "config.json").exists()}
+    seconds: dict[str, float] = {}
+    exports: dict[str, str] = {}
+    for name in names:
+        stage, _, engine = name.partition("-")
+        seconds[stage] = round(seconds.get(stage, 0.0) + read_json(out / name / "stage.json")["seconds"], 1)
+        if stage == "export":
+            exports[engine or stage] = str(next((out / name).rglob("config.json")).parent)
     report = read_json(out / "eval" / "report.json")
     return report | {
         "seconds": seconds | {"total": round(sum(seconds.values()), 1)},
