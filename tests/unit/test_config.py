@@ -1,6 +1,8 @@
 """Configs: every one composes, debug modes too, and a key that nothing reads fails with its name."""
 
 import importlib
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +150,27 @@ def test_a_killed_stage_goes_on_and_another_starts_anew(tmp_path, monkeypatch):
     assert seen == [True, False]
     assert changed.finished()
     assert not stage.finished()
+
+
+def documented() -> list[str]:
+    """Every whole `headstart COMMAND key=value ...` line in the code blocks of the README and the docs."""
+    lines = []
+    for page in (CONF.parent / "README.md", *sorted((CONF.parent / "docs").glob("*.md"))):
+        for block in re.findall(r"```[a-z]*\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if re.match(r"headstart (prepare|train|eval|export|demo)\b", line) and "..." not in line:
+                    lines.append(line.strip())
+    return sorted(set(lines))
+
+
+@pytest.mark.parametrize("line", documented())
+def test_documented_commands_compose(line):
+    _, primary, *rest = shlex.split(line, comments=True)
+    overrides = [word for word in rest if not word.startswith(("-", "hydra."))]
+    if "-m" in rest:
+        overrides = [word.split(",")[0] for word in overrides]
+    composed(primary, *overrides)
+
+
+def test_the_readme_documents_every_step():
+    assert {line.split()[1] for line in documented()} >= {"prepare", "train", "eval", "export"}
