@@ -43,11 +43,23 @@ def main() -> None:
     if command not in ENTRIES:
         sys.exit(f"headstart: no command {command!r}\n\n{usage()}")
     module, _ = ENTRIES[command]
-    sys.argv = [f"headstart {command}", *sys.argv[2:]]
+    words = sys.argv[2:]
+    sys.argv = [f"headstart {command}", *(export_words(words) if command == "export" else words)]
     if command == "demo":
         demo()
     else:
         importlib.import_module(module).main()
+
+
+def export_words(words: Sequence[str]) -> list[str]:
+    """`export verify --engine vllm` is short for `export action=verify engine=vllm`."""
+    words = list(words)
+    if words and words[0].isidentifier():
+        words[0] = f"action={words[0]}"
+    if "--engine" in words[:-1]:
+        at = words.index("--engine")
+        words[at : at + 2] = [f"engine={words[at + 1]}"]
+    return words
 
 
 def usage() -> str:

@@ -163,9 +163,23 @@ def documented() -> list[str]:
     return sorted(set(lines))
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["verify", "--engine", "vllm", "a=1"], ["action=verify", "engine=vllm", "a=1"]),
+        (["engine=vllm", "-m"], ["engine=vllm", "-m"]),
+        (["--help"], ["--help"]),
+        ([], []),
+    ],
+)
+def test_export_takes_its_action_as_a_word(words, meant):
+    assert headstart.export_words(words) == meant
+
+
 @pytest.mark.parametrize("line", documented())
 def test_documented_commands_compose(line):
     _, primary, *rest = shlex.split(line, comments=True)
+    rest = headstart.export_words(rest) if primary == "export" else rest
     overrides = [word for word in rest if not word.startswith(("-", "hydra."))]
     if "-m" in rest:
         overrides = [word.split(",")[0] for word in overrides]
