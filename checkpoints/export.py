@@ -1,0 +1,194 @@
+"""headstart export: write, lint, verify or import the folders that engines load.
+
+    headstart export drafter_dir=DRAFTER engine=vllm            writes RUN/vllm and prints the serve command
+    headstart export lint drafter_dir=FOLDER engine=sglang      names what the engine would refuse or get wrong
+    headstart export verify drafter_dir=DRAFTER reference=FILE  serves it in vLLM, compares acceptance with ours
+    headstart export import drafter_dir=FOREIGN                 writes RUN/drafter, our folder of a foreign EAGLE-3 head
+
+`-m engine=vllm,vllm_speculators,sglang` does several engines. Verify needs an engine's environment (engine.python).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+from transformers import PretrainedConfig
+
+from checkpoints.engine_run import engine_python
+from checkpoints.engines import DTYPES, ENGINES, Exported, Source, export_engine
+from checkpoints.files import write_json
+from checkpoints.folder import CONFIG, FORMAT, Whole, read_drafter, save_drafter
+from checkpoints.foreign import import_eagle3
+from checkpoints.lint import lint
+from checkpoints.run import known_groups, record, settings
+from checkpoints.target_files import target_config, target_head
+from checkpoints.verify import SUPPORTED, Reference, verify
+from drafters.contract import TargetParts
+
+ACTIONS = ("export", "lint", "verify", "import")
+GROUPS = (
+    "action",
+    "drafter_dir",
+    "target_path",
+    "dtype",
+    "num_slots",
+    "layer_convention",
+    "reference",
+    "tolerance",
+    "engine",
+)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """name: vllm, vllm_speculators or sglang. python: interpreter of the engine's environment. max_num_seqs: requests
+    at a time in verify. timeout_s: of verify."""
+
+    name: str
+    python: str | None = None
+    max_num_seqs: int = 1
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ENGINES:
+            raise ValueError(f"engine.name must be one of {', '.join(ENGINES)}, got {self.name!r}")
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """action: export, lint, verify or import. drafter_dir: our drafter's folder (lint, import: any head's).
+    target_path: folder or hub id of the target as the engine opens it, null for the one the drafter declares. dtype:
+    of the exported tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see
+    import_eagle3). reference: what our harness measured (see checkpoints.verify.Reference). tolerance: largest
+    relative difference in tau."""
+
+    action: str
+    drafter_dir: str
+    target_path: str | None = None
+    dtype: str | None = None
+    num_slots: int | None = None
+    layer_convention: str | None = None
+    reference: str | None = None
+    tolerance: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {self.action!r}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be null or one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.action == "verify" and self.reference is None:
+            raise ValueError("action=verify needs reference=FILE, the prompts and the acceptance of our harness")
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="export")
+def main(config: DictConfig) -> None:
+    """Hydra entry. Import needs the target's weights, so it runs as `headstart export import`, which hands in a
+    loader."""
+    execute(config, Path(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir))
+
+
+def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetParts] | None = None) -> None:
+    """Do the configured action; files go into `out`. load_target opens a target by name or folder (only import needs
+    it).
+
+    SystemExit with the findings when lint finds a fault or verify disagrees.
+    """
+    known_groups(config, *GROUPS)
+    engine = settings(EngineSettings, config.engine, "engine")
+    plain = {str(key): config[key] for key in GROUPS if key != "engine"}
+    wanted = settings(ExportSettings, plain, "export")
+    record(out, config)
+    console = Console(soft_wrap=True)
+    if wanted.action == "import":
+        if load_target is None:
+            raise ValueError("action=import needs the target's weights; run `headstart export import ...`")
+        bring_in(wanted, out / "drafter", load_target, console)
+    elif wanted.action == "lint":
+        check(wanted, engine.name, console)
+    else:
+        whole = read_drafter(Path(wanted.drafter_dir))
+        exported = write(wanted, whole, engine.name, out / engine.name, console)
+        if wanted.action == "verify":
+            prove(wanted, engine, exported, target_path(wanted, whole), console)
+
+
+def target_path(wanted: ExportSettings, whole: Whole) -> str:
+    """The target as an engine opens it: as given, else where the drafter's identity says it was loaded from."""
+    declared = whole.declared.target
+    return wanted.target_path or declared.get("source") or declared["name"]
+
+
+def write(wanted: ExportSettings, whole: Whole, engine: str, folder: Path, console: Console) -> Exported:
+    """Export for one engine and print its serve command."""
+    path = target_path(wanted, whole)
+    source = Source(whole, path, DTYPES[wanted.dtype or whole.declared.dtype], lambda: target_head(path))
+    exported = export_engine(source, engine, folder)
+    console.print(f"{engine}: {exported.folder}")
+    for note in exported.notes:
+        console.print(f"  note: {note}")
+    console.print(f"  serve: {exported.command}", markup=False)
+    return exported
+
+
+def check(wanted: ExportSettings, engine: str, console: Console) -> None:
+    """Print lint's findings; SystemExit when there is more than notes."""
+    folder = Path(wanted.drafter_dir)
+    found = lint(folder, engine, _config_of(wanted.target_path))
+    for finding in found:
+        console.print(f"{finding.level:8} {finding.text}", markup=False)
+    faults = [finding for finding in found if finding.level != "note"]
+    if faults:
+        raise SystemExit(f"{folder}: {len(faults)} fault(s) for {engine}")
+    console.print(f"{folder}: nothing that {engine} would refuse or get wrong")
+
+
+def _config_of(path: str | None) -> PretrainedConfig | None:
+    return None if path is None else target_config(path)
+
+
+def prove(wanted: ExportSettings, engine: EngineSettings, exported: Exported, path: str, console: Console) -> None:
+    """Serve the export and compare; writes verify.json beside it. SystemExit when tau differs by more than the
+    tolerance."""
+    if engine.name not in SUPPORTED:
+        raise ValueError(f"verify serves {', '.join(SUPPORTED)}; {engine.name} is not run from here")
+    found = verify(
+        exported.folder,
+        path,
+        Reference.read(Path(str(wanted.reference))),
+        engine_python(engine.python),
+        tolerance=wanted.tolerance,
+        max_num_seqs=engine.max_num_seqs,
+        timeout_s=engine.timeout_s,
+    )
+    write_json(exported.folder.parent / f"verify-{engine.name}.json", found.as_dict())
+    console.print(
+        f"tau {found.tau:.3f} in {found.engine}, {found.own_tau:.3f} in ours ({found.difference:+.1%}); "
+        f"{found.tokens_per_s:.1f} tokens/s drafted, {found.alone_tokens_per_s:.1f} without ({found.speedup:.2f}x); "
+        f"greedy answers equal to the target alone: {found.same_as_alone} of {found.prompts}"
+    )
+    if not found.agrees:
+        raise SystemExit(f"acceptance differs by {found.difference:+.1%}, more than {wanted.tolerance:.1%}")
+
+
+def bring_in(wanted: ExportSettings, folder: Path, load_target: Callable[[str], TargetParts], console: Console) -> None:
+    """Write a foreign head as our own folder, with what was decided about it."""
+    if wanted.target_path is None:
+        raise ValueError("action=import needs target_path, the target that the head was trained for")
+    target = load_target(wanted.target_path)
+    convention: Any = wanted.layer_convention
+    drafter, notes = import_eagle3(
+        Path(wanted.drafter_dir), target, num_slots=wanted.num_slots, layer_convention=convention
+    )
+    data = {"imported_from": str(wanted.drafter_dir), "chat_template": "unknown", "thinking": "unknown"}
+    save_drafter(folder, drafter, target_identity=target.identity or {}, data=data)
+    for note in notes:
+        console.print(f"  {note}", markup=False)
+    console.print(f"drafter: {folder} ({CONFIG} of format {FORMAT})")
+
+
+if __name__ == "__main__":
+    main()

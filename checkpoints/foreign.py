@@ -1,0 +1,186 @@
+"""EAGLE-3 heads of other tools (SpecForge, speculators, the EAGLE repository, ModelOpt, AngelSlim) as our own drafters.
+
+Key by key: every tensor and every setting that changes what the head computes is taken, checked or refused by name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints.folder import drafter_class
+from checkpoints.layout import (
+    KNOWN,
+    Convention,
+    Head,
+    num_features,
+    read_head,
+    rope_of,
+    stated_layers,
+    target_vocabulary,
+    vocabulary_offsets,
+)
+from drafters.contract import Drafter, TargetParts, default_layers
+from drafters.vocabulary import DraftVocabulary
+
+MUST_BE_OFF = ("norm_before_fc", "attention_bias", "mlp_bias", "bias", "use_sliding_window", "parallel_drafting")
+
+
+def import_eagle3(
+    folder: Path, target: TargetParts, *, num_slots: int | None = None, layer_convention: Convention | None = None
+) -> tuple[Drafter, list[str]]:
+    """A foreign EAGLE-3 head as our drafter on `target`, and one line for each thing that was decided.
+
+    num_slots: tokens to draft; None takes the file's own (speculators) or 3. layer_convention: how the file's layer ids
+    count when it breaks its key's rule ("outputs" or "blocks_applied"). ValueError names every tensor left over or
+    missing, every setting that our EAGLE-3 does not have, and a target of other sizes.
+    """
+    head = read_head(folder)
+    _refuse(head, target)
+    layers, place = _layers(head, target, layer_convention)
+    offsets = vocabulary_offsets(head)
+    vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets, target_vocabulary(head))
+    tensors, notes = _own_tensors(head, target, vocabulary)
+    slots = num_slots or _declared_slots(head) or 3
+    own_head = "lm_head.weight" in tensors
+    drafter = drafter_class("eagle3")(
+        target,  # type: ignore[call-arg]
+        vocabulary,
+        num_slots=slots,
+        layers=layers,
+        head="own" if own_head else "target",
+        switches=_switches(head),
+        layer=_layer(head),
+    )
+    _load(head, drafter, tensors)
+    notes = [
+        f"layout: {head.layout}",
+        f"target layers {layers} ({place})",
+        f"num_slots: {slots}",
+        f"draft vocabulary: {len(drafter.vocabulary)} of {drafter.vocabulary.target_size} tokens",
+        f"head: {'its own' if own_head else 'the target' + chr(39) + 's'}",
+        *notes,
+    ]
+    return drafter, notes
+
+
+def _refuse(head: Head, target: TargetParts) -> None:
+    """What our EAGLE-3 has no place for, all at once."""
+    reasons = [f"{key} is on" for key in MUST_BE_OFF if head.setting(key)]
+    kind = head.config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        reasons.append(f"speculators_model_type is {kind!r}")
+    if head.body.get("model_type", "llama") != "llama":
+        reasons.append(f"the layer is of type {head.body['model_type']!r}, not llama")
+    if head.body.get("num_hidden_layers", 1) != 1:
+        reasons.append(f"it has {head.body['num_hidden_layers']} layers, not 1")
+    if head.setting("logit_scale", 1) != 1:
+        reasons.append(f"logit_scale is {head.setting('logit_scale')}")
+    if (head.config.get("eagle_config") or {}).get("use_aux_hidden_state", True) is False:
+        reasons.append("use_aux_hidden_state is false: it reads the last hidden state alone")
+    types = head.body.get("layer_types") or []
+    if any(kind != "full_attention" for kind in types):
+        reasons.append(f"its attention is {types[0]}")
+    sizes = {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size}
+    reasons += [
+        f"{key} is {head.body.get(key)}, the target's {value}"
+        for key, value in sizes.items()
+        if head.body.get(key) != value
+    ]
+    width = head.setting("target_hidden_size")
+    if width not in (None, target.config.hidden_size):
+        reasons.append(f"target_hidden_size is {width}, the target's hidden size {target.config.hidden_size}")
+    unknown = sorted(name for name in head.tensors if not KNOWN.fullmatch(name))
+    if unknown:
+        reasons.append(f"unknown tensor(s) {', '.join(unknown)}")
+    if reasons:
+        raise ValueError(f"cannot import {head.folder}: " + "; ".join(reasons))
+
+
+def _layers(head: Head, target: TargetParts, convention: Convention | None) -> tuple[list[int], str]:
+    layers, place = stated_layers(head, convention)
+    count = num_features(head)
+    if layers is None:
+        layers, place = (
+            list(default_layers(target.config.num_hidden_layers, count)),
+            "the engines' default: none stated",
+        )
+    if len(layers) != count:
+        raise ValueError(f"{head.folder} states layers {layers}, but fc reads {count} features")
+    if layers[-1] >= target.config.num_hidden_layers:
+        raise ValueError(
+            f"{head.folder}: output {layers[-1]} is past the target's {target.config.num_hidden_layers} layers"
+        )
+    return layers, place
+
+
+def _own_tensors(
+    head: Head, target: TargetParts, vocabulary: DraftVocabulary | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors that our class holds. The maps and an embedding equal to the target's are checked and left out."""
+    tensors, notes = dict(head.tensors), []
+    tensors.pop("d2t", None)
+    t2d = tensors.pop("t2d", None)
+    if t2d is not None and vocabulary is not None and not torch.equal(vocabulary.t2d, t2d.bool()):
+        raise ValueError(f"{head.folder}: d2t and t2d name different tokens")
+    embedding = tensors.pop("embed_tokens.weight", None)
+    if embedding is not None:
+        shared = target.embedding.detach().to("cpu", torch.float32)
+        if embedding.shape != shared.shape or not torch.allclose(embedding.float(), shared, rtol=1e-2, atol=1e-4):
+            raise ValueError(f"{head.folder} has an embedding of its own that is not the target's")
+        notes.append("embed_tokens: equal to the target's, shared")
+    tied = bool(head.body.get("tie_word_embeddings")) and "lm_head.weight" not in tensors
+    if tied and embedding is None and not target.config.tie_word_embeddings:
+        raise ValueError(f"{head.folder} ties its head to an embedding that it does not ship")
+    return tensors, notes
+
+
+def _switches(head: Head) -> dict[str, bool]:
+    # speculators' class has norm_before_residual on unless its config says otherwise.
+    return {
+        "fc_norm": bool(head.setting("fc_norm", False) or head.setting("use_aux_norm", False)),
+        "norm_output": bool(head.setting("norm_output", False) or head.setting("return_hidden_post_norm", False)),
+        "norm_before_residual": bool(head.setting("norm_before_residual", head.layout == "speculators")),
+    }
+
+
+def _layer(head: Head) -> dict[str, Any]:
+    """Our layer settings; ValueError names a size that the config leaves out."""
+    body = head.body
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings")
+    missing = [key for key in needed if body.get(key) is None]
+    if missing:
+        raise ValueError(f"{head.folder / 'config.json'} lacks {', '.join(missing)}")
+    heads = body["num_attention_heads"]
+    return {key: body[key] for key in needed} | {
+        "num_key_value_heads": body.get("num_key_value_heads") or heads,
+        "head_dim": body.get("head_dim") or body["hidden_size"] // heads,
+        "hidden_act": body.get("hidden_act", "silu"),
+        "rope_parameters": rope_of(body),
+    }
+
+
+def _declared_slots(head: Head) -> int | None:
+    methods = (head.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens")
+
+
+def _load(head: Head, drafter: Drafter, tensors: dict[str, Tensor]) -> None:
+    own = drafter.state_dict()
+    missing, left = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
+    if missing or left:
+        raise ValueError(
+            f"{head.folder}: tensor(s) missing: {', '.join(missing) or 'none'}; left over: {', '.join(left) or 'none'}"
+        )
+    wrong = [
+        f"{name} {tuple(tensors[name].shape)} for {tuple(own[name].shape)}"
+        for name in own
+        if tensors[name].shape != own[name].shape
+    ]
+    if wrong:
+        raise ValueError(f"{head.folder}: wrong shape: {', '.join(wrong)}")
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) == 1:
+        drafter.to(dtypes.pop())
+    drafter.load_state_dict(tensors)

@@ -1,0 +1,295 @@
+"""What an engine would refuse, or silently get wrong, in an EAGLE-3 head: ours or anybody's.
+
+Most faults of exported heads never raise, they only accept less. So each is looked for in the files themselves, against
+what the engine is known to read (vLLM 0.32, SGLang 0.5.23).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from checkpoints.engines import ENGINES, is_default_layers
+from checkpoints.layout import KNOWN, Head, map_is_absolute, num_features, read_head, stated_layers, target_vocabulary
+from drafters.contract import default_layers
+
+Level = Literal["refused", "wrong", "note"]
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+ARCHITECTURES = {
+    "vllm": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+    "sglang": ("LlamaForCausalLMEagle3",),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """level: "refused" (the engine fails to load it), "wrong" (it loads and accepts less), "note"."""
+
+    level: Level
+    text: str
+
+
+def lint(folder: Path, engine: str, target: PretrainedConfig | None = None) -> list[Finding]:
+    """Findings for one engine, worst first. target: its text config, for the checks that need its depth, width and
+    length.
+
+    ValueError on an unknown engine or a folder that cannot be read at all.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}; allowed: {', '.join(ENGINES)}")
+    head = read_head(folder)
+    found = _layout(head, engine)
+    found += _names(head, engine) + _layers(head, engine, target) + _vocabulary(head, engine)
+    found += _shapes(head) + _switches(head, engine) + _positions(head, target) + _dtypes(head)
+    return sorted(found, key=lambda finding: ("refused", "wrong", "note").index(finding.level))
+
+
+def _layout(head: Head, engine: str) -> list[Finding]:
+    if (engine == "vllm_speculators") != (head.layout == "speculators"):
+        if engine == "vllm":
+            return [
+                Finding(
+                    "note", "this is the speculators layout; vLLM reads it, and `vllm serve <folder>` alone starts it"
+                )
+            ]
+        return [Finding("refused", f"{engine} does not read the {head.layout} layout")]
+    if engine == "vllm_speculators":
+        found = []
+        if not (head.config.get("speculators_config") or {}).get("proposal_methods"):
+            found.append(Finding("refused", "speculators_config.proposal_methods is missing"))
+        elif not head.config["speculators_config"].get("verifier", {}).get("name_or_path"):
+            found.append(Finding("refused", "speculators_config.verifier.name_or_path is missing: no target to start"))
+        if "norm_before_residual" not in head.config:
+            found.append(Finding("wrong", "norm_before_residual is not written; this layout reads that as true"))
+        return found
+    architectures = tuple(head.config.get("architectures") or ())
+    if not set(architectures) & set(ARCHITECTURES[engine]):
+        return [
+            Finding(
+                "refused", f"architectures {list(architectures)}; {engine} loads {', '.join(ARCHITECTURES[engine])}"
+            )
+        ]
+    return []
+
+
+def _names(head: Head, engine: str) -> list[Finding]:
+    """Tensor names against the engine's own parameter names."""
+    found = []
+    for name in sorted(head.tensors):
+        if KNOWN.fullmatch(name):
+            continue
+        if name.endswith(".bias") and engine != "sglang":
+            found.append(Finding("wrong", f"{name} is dropped without a word"))
+        elif engine == "sglang":
+            found.append(Finding("wrong", f"{name} is unknown and skipped without a word"))
+        else:
+            found.append(Finding("refused", f"{name} is no parameter of the engine's EAGLE-3"))
+    names = set(head.tensors)
+    needed = {"fc.weight", "norm.weight", "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"}
+    needed |= {f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"}
+    needed |= {f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    needed.add("midlayer.post_attention_layernorm.weight")
+    count = num_features(head) if "fc.weight" in names else 0
+    if head.setting("fc_norm"):
+        needed |= {f"fc_norm.{i}.weight" for i in range(count)}
+    if head.setting("norm_before_fc"):
+        needed.add("input_norm.weight")
+    found += [
+        Finding("wrong", f"{name} is missing and stays at its random or unit start") for name in sorted(needed - names)
+    ]
+    if not head.setting("fc_norm") and any(name.startswith("fc_norm.") for name in names):
+        found.append(
+            Finding("refused" if engine != "sglang" else "wrong", "fc_norm tensors are there, but fc_norm is off")
+        )
+    if "embed_tokens.weight" in names and engine == "sglang":
+        found.append(Finding("note", "embed_tokens is replaced by the target's"))
+    return found
+
+
+def _layers(head: Head, engine: str, target: PretrainedConfig | None) -> list[Finding]:
+    found, count = [], num_features(head)
+    stated = head.config.get("num_aux_hidden_states", head.body.get("num_aux_hidden_states"))
+    if stated is None:
+        level: Level = "note" if count == 3 else "refused"
+        found.append(
+            Finding(level, f"num_aux_hidden_states is missing: the engine assumes 3 features, fc reads {count}")
+        )
+    elif stated != count:
+        found.append(Finding("refused", f"num_aux_hidden_states is {stated}, fc reads {count} features"))
+    top = head.config.get(LAYER_IDS) or head.body.get(LAYER_IDS)
+    nested = (head.config.get("eagle_config") or {}).get(LAYER_IDS)
+    if nested and engine != "sglang":
+        found.append(
+            Finding(
+                "wrong",
+                f"ids {nested} in eagle_config count outputs elsewhere; vLLM V1 reads them as blocks applied, "
+                "V2 not at all",
+            )
+        )
+    try:
+        layers, _ = stated_layers(head)
+    except ValueError as error:
+        return [*found, Finding("wrong", str(error))]
+    if layers is not None and len(layers) != count:
+        found.append(Finding("refused", f"{len(layers)} layer ids are stated, fc reads {count} features"))
+    return found + _against_depth(engine, layers, top, nested, target)
+
+
+def _against_depth(
+    engine: str, layers: list[int] | None, top: Any, nested: Any, target: PretrainedConfig | None
+) -> list[Finding]:
+    if target is None:
+        return [Finding("note", "no target given: layer ids are not compared with its depth")]
+    depth = target.num_hidden_layers
+    if layers is None:
+        try:
+            return [Finding("note", f"no layer ids: the engine captures outputs {list(default_layers(depth))}")]
+        except ValueError as error:
+            return [Finding("refused", str(error))]
+    if layers[-1] >= depth:
+        return [Finding("refused", f"output {layers[-1]} is stated, the target has {depth} layers")]
+    if engine == "sglang" and top and not nested and not is_default_layers(layers, depth):
+        return [
+            Finding("wrong", f"SGLang ignores top-level ids {top} and captures its default layers; write them nested")
+        ]
+    default = default_layers(depth) if depth >= 8 else None
+    if default is not None and top and [layer + 1 for layer in layers] == list(default):
+        return [
+            Finding(
+                "wrong",
+                f"top-level ids {top} look like outputs: as blocks applied the default is {[i + 1 for i in default]}",
+            )
+        ]
+    return []
+
+
+def _vocabulary(head: Head, engine: str) -> list[Finding]:
+    size, d2t, lm_head = target_vocabulary(head), head.tensors.get("d2t"), head.tensors.get("lm_head.weight")
+    if engine == "sglang" and "draft_vocab_size" not in head.config:
+        return [Finding("refused", "draft_vocab_size is missing, and SGLang reads it without a default")]
+    rows = head.setting("draft_vocab_size") or size
+    found = []
+    if lm_head is not None and len(lm_head) != rows:
+        found.append(Finding("refused", f"lm_head has {len(lm_head)} rows, draft_vocab_size is {rows}"))
+    if rows == size:
+        if d2t is not None:
+            level: Level = "note" if engine == "sglang" else "refused"
+            found.append(Finding(level, "d2t is there though the draft vocabulary is whole: vLLM has no place for it"))
+        if engine == "sglang" and lm_head is None and head.config.get("draft_vocab_size") is not None:
+            found.append(Finding("wrong", "no lm_head: SGLang takes the target's only when draft_vocab_size is null"))
+        return found
+    if lm_head is None:
+        found.append(Finding("wrong", f"draft_vocab_size {rows} is below {size}, but there is no lm_head"))
+    if d2t is None:
+        return [
+            *found,
+            Finding(
+                "wrong", f"draft_vocab_size {rows} is below {size}, but there is no d2t: draft ids pass as target ids"
+            ),
+        ]
+    return found + _map(d2t, head.tensors.get("t2d"), rows, size)
+
+
+def _map(d2t: torch.Tensor, t2d: torch.Tensor | None, rows: int, size: int) -> list[Finding]:
+    found = []
+    if d2t.dtype != torch.int64:
+        found.append(Finding("note", f"d2t is {d2t.dtype}, engines hold int64"))
+    if d2t.shape != (rows,):
+        return [*found, Finding("refused", f"d2t is {tuple(d2t.shape)}, draft_vocab_size is {rows}")]
+    mapped = torch.arange(rows) + d2t.to(torch.int64)
+    if map_is_absolute(d2t, size, t2d):
+        found.append(Finding("wrong", "d2t holds absolute ids; engines add it to the draft id"))
+    elif int(mapped.max()) >= size or int(mapped.min()) < 0:
+        found.append(
+            Finding("refused", f"d2t maps to {int(mapped.min())}..{int(mapped.max())}, the vocabulary is 0..{size - 1}")
+        )
+    elif len(mapped.unique()) != rows:
+        found.append(Finding("wrong", "d2t maps two draft ids to one token"))
+    if t2d is not None and t2d.shape != (size,):
+        found.append(Finding("note", f"t2d is {tuple(t2d.shape)}, not ({size},); no engine reads it"))
+    return found
+
+
+def _shapes(head: Head) -> list[Finding]:
+    body, found = head.body, []
+    hidden, heads = body.get("hidden_size"), body.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return [Finding("refused", "hidden_size or num_attention_heads is missing")]
+    if body.get("head_dim") is None:
+        found.append(Finding("note", f"head_dim is missing: engines take hidden_size / heads = {hidden / heads:g}"))
+    width = body.get("head_dim") or hidden // heads
+    groups = body.get("num_key_value_heads") or heads
+    inner = body.get("intermediate_size")
+    wanted = {
+        "midlayer.self_attn.q_proj.weight": (heads * width, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (groups * width, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (groups * width, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * width),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "norm.weight": (hidden,),
+    }
+    for name, shape in wanted.items():
+        if name in head.tensors and tuple(head.tensors[name].shape) != shape:
+            found.append(Finding("refused", f"{name} is {tuple(head.tensors[name].shape)}, config.json gives {shape}"))
+    return found
+
+
+def _switches(head: Head, engine: str) -> list[Finding]:
+    found = []
+    if engine == "sglang":
+        if head.setting("norm_before_residual"):
+            found.append(Finding("wrong", "norm_before_residual is on and SGLang ignores it"))
+        if head.setting("attention_bias"):
+            found.append(Finding("wrong", "attention_bias is on and SGLang has no bias there"))
+        if head.body.get("tie_word_embeddings"):
+            found.append(Finding("wrong", "tie_word_embeddings is on: SGLang uses the embedding as the draft head"))
+        if num_features(head) == 1:
+            found.append(
+                Finding("wrong", "one captured layer: SGLang skips fc when the feature is as wide as the embedding")
+            )
+    if head.body.get("hidden_act", "silu") != "silu":
+        found.append(Finding("refused", f"hidden_act is {head.body['hidden_act']!r}, engines have silu"))
+    rope = head.body.get("rope_parameters") or {}
+    scaling = head.body.get("rope_scaling") or {}
+    theta = head.body.get("rope_theta")
+    if theta is None or not rope:
+        written = "rope_parameters" if rope else "rope_theta" if theta is not None else "neither"
+        found.append(
+            Finding(
+                "note",
+                f"rope is written in one spelling only ({written}); older and newer engines differ in what they read",
+            )
+        )
+    elif rope.get("rope_theta", theta) != theta:
+        found.append(Finding("wrong", f"rope_theta {theta} and rope_parameters.rope_theta {rope['rope_theta']} differ"))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope and scaling and rope.get("rope_type", "default") != kind:
+        found.append(Finding("wrong", f"rope_scaling is {kind!r}, rope_parameters {rope.get('rope_type')!r}"))
+    return found
+
+
+def _positions(head: Head, target: PretrainedConfig | None) -> list[Finding]:
+    own = head.body.get("max_position_embeddings")
+    if own is None:
+        return [Finding("wrong", "max_position_embeddings is missing: the default of 2048 sizes the rope table")]
+    if target is not None and own < target.max_position_embeddings:
+        text = f"max_position_embeddings is {own}, the target's {target.max_position_embeddings}: longer texts overflow"
+        return [Finding("wrong", text)]
+    return []
+
+
+def _dtypes(head: Head) -> list[Finding]:
+    dtypes = sorted({str(t.dtype) for name, t in head.tensors.items() if t.is_floating_point()})
+    if len(dtypes) > 1:
+        return [Finding("note", f"tensors come in {', '.join(dtypes)}; engines cast all to the target's dtype")]
+    written = (
+        head.config.get("dtype")
+        or head.config.get("torch_dtype")
+        or head.body.get("dtype")
+        or head.body.get("torch_dtype")
+    )
+    if written is not None and dtypes and f"torch.{written}" != dtypes[0]:
+        return [Finding("note", f"config.json says {written}, the tensors are {dtypes[0]}")]
+    return []

@@ -1,0 +1,203 @@
+"""The conformance kit in our own harness and in every engine installed: each convention is a 0% / 100% test."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints.engine_run import PYTHON, Run, Served, engine_python, serve
+from checkpoints.engines import Source, export_engine
+from checkpoints.folder import load_drafter, read_drafter, save_drafter
+from checkpoints.target_files import target_head
+from drafters.sampling import Sampling
+from tests.engine.kit import BY_NAME, CASES, NEW_TOKENS, SLOTS, Case, copy_target, expected, parts, save_target
+
+REQUIRED = os.environ.get("HEADSTART_REQUIRE_ENGINE") == "1"
+
+
+def aux_of(model: Any, tokens: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+    """Outputs of the layers themselves, by hooks: [1, T, L, D]."""
+    kept: dict[int, torch.Tensor] = {}
+    hooks = [
+        model.model.layers[i].register_forward_hook(
+            lambda _m, _i, out, i=i: kept.__setitem__(i, out[0] if isinstance(out, tuple) else out)
+        )
+        for i in layers
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([kept[i].view(1, tokens.shape[1], -1) for i in layers], 2)
+
+
+@torch.inference_mode()
+def own_alpha(case: Case, drafter: Any, model: Any) -> list[float]:
+    """Acceptance of each slot when our drafter drafts along the target's known greedy text, by the contract alone."""
+    accepted, rounds = [0] * SLOTS, 0
+    for prompt in case.prompts:
+        text = torch.tensor([prompt + expected(prompt)])
+        aux = aux_of(model, text, drafter.needs.layers)
+        state, read, anchor = drafter.begin(1, text.shape[1] + 8), 0, len(prompt)
+        while anchor + SLOTS < text.shape[1]:
+            fresh = slice(read, anchor)
+            following = text[:, read + 1 : anchor + 1]
+            drafter.observe(state, following, aux[:, fresh], aux[:, fresh, -1], torch.tensor([anchor - read]))
+            read = anchor
+            drafted = drafter.propose(state, SLOTS, Sampling(), torch.zeros(1, dtype=torch.int64)).tokens[0]
+            right = (drafted == text[0, anchor + 1 : anchor + 1 + SLOTS]).long().cumprod(0)
+            accepted = [a + int(b) for a, b in zip(accepted, right, strict=True)]
+            rounds, anchor = rounds + 1, anchor + 1 + int(right.sum())
+    return [a / rounds for a in accepted]
+
+
+def near(found: list[float], alpha: tuple[int, ...]) -> None:
+    """100% is exact; 0% leaves room for a token met by chance (2 of 64 answers look alike to a blind head)."""
+    for got, wanted in zip(found, alpha, strict=True):
+        assert got == 1.0 if wanted else got <= 0.1, f"acceptance by slot {found}, wanted {alpha}"
+
+
+def test_copy_target_is_the_known_cycle() -> None:
+    model = copy_target()
+    for prompt in BY_NAME["layer"].prompts:
+        tokens = torch.tensor([prompt])
+        for token in expected(prompt):
+            best = model(tokens).logits[0, -1].argmax()
+            assert int(best) == token
+            tokens = torch.cat([tokens, best.view(1, 1)], 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_own_harness(case: Case, tmp_path: Path) -> None:
+    model = copy_target()
+    target = parts(model)
+    folder = save_drafter(tmp_path / "drafter", case.build(target), target_identity=target.identity or {})
+    near(own_alpha(case, load_drafter(folder, target), model), case.alpha)
+
+
+# vLLM
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault planted in an exported folder, and the acceptance that must show it."""
+
+    name: str
+    case: str
+    config: Callable[[dict[str, Any]], Any] | None = None
+    tensors: Callable[[dict[str, torch.Tensor]], Any] | None = None
+    alpha: tuple[int, ...] = (0,) * SLOTS
+
+
+def _outputs_as_ids(config: dict[str, Any]) -> None:
+    config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
+
+
+def _other_theta(config: dict[str, Any]) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1_000_000.0
+
+
+FIRST_ONLY = (1, 0, 0)
+FAULTS = [
+    Fault("ids_as_outputs", "layer", config=_outputs_as_ids),
+    Fault("missing_d2t", "vocabulary", tensors=lambda tensors: tensors["d2t"].zero_()),
+    Fault("absolute_d2t", "vocabulary", tensors=lambda tensors: tensors["d2t"].add_(torch.arange(32)).remainder_(32)),
+    Fault("lost_norm_output", "recycled_after_norm", config=lambda c: c.update(norm_output=False), alpha=FIRST_ONLY),
+    Fault("lost_residual_switch", "residual_after_norm", config=lambda c: c.update(norm_before_residual=False)),
+    Fault("lost_theta", "rope", config=_other_theta),
+]
+ENGINE_CASES = [(case.name, engine) for case in CASES for engine in ("vllm",)] + [
+    (name, "vllm_speculators") for name in ("layer", "vocabulary", "residual_after_norm", "four_layers")
+]
+
+
+def engine_or_skip() -> Path:
+    """vLLM's python; without one the test is skipped, or fails where HEADSTART_REQUIRE_ENGINE=1 says it must be
+    there."""
+    try:
+        return engine_python()
+    except ValueError as error:
+        if REQUIRED:
+            pytest.fail(f"HEADSTART_REQUIRE_ENGINE=1, but {error}")
+        pytest.skip(str(error))
+
+
+def plant(folder: Path, fault: Fault) -> None:
+    if fault.config is not None:
+        config = json.loads((folder / "config.json").read_text())
+        fault.config(config)
+        (folder / "config.json").write_text(json.dumps(config))
+    if fault.tensors is not None:
+        tensors = load_file(folder / "model.safetensors")
+        fault.tensors(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
+    """Every case and fault in one engine process."""
+    python = engine_or_skip()
+    root = tmp_path_factory.mktemp("engine")
+    target, model = save_target(root / "target"), parts(copy_target())
+
+    def exported(name: str, engine: str, label: str) -> Path:
+        own = save_drafter(root / f"own-{label}", BY_NAME[name].build(model), target_identity=model.identity or {})
+        source = Source(read_drafter(own), str(target), torch.float32, lambda: target_head(str(target)))
+        return export_engine(source, engine, root / label).folder
+
+    def run(label: str, case: Case, folder: Path | None) -> Run:
+        draft = folder and {"method": "eagle3", "model": str(folder), "num_speculative_tokens": SLOTS}
+        return Run(
+            label, str(target), case.prompts, NEW_TOKENS, 64, draft, "float32", len(case.prompts), ignore_eos=True
+        )
+
+    runs = [run("target_alone", BY_NAME["layer"], None)]
+    for name, engine in ENGINE_CASES:
+        label = f"{engine}-{name}"
+        runs.append(run(label, BY_NAME[name], exported(name, engine, label)))
+    for fault in FAULTS:
+        folder = exported(fault.case, "vllm", fault.name)
+        plant(folder, fault)
+        runs.append(run(fault.name, BY_NAME[fault.case], folder))
+    return {result.name: result for result in serve(runs, python, threads=1)}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_vllm_target_alone(served: dict[str, Served]) -> None:
+    result = served["target_alone"]
+    assert result.error is None, result.error
+    assert result.outputs == [expected(prompt) for prompt in BY_NAME["layer"].prompts]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "engine"), ENGINE_CASES)
+def test_vllm_case(name: str, engine: str, served: dict[str, Served]) -> None:
+    case = BY_NAME[name]
+    _check(served[f"{engine}-{name}"], case, case.alpha)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_vllm_fault(fault: Fault, served: dict[str, Served]) -> None:
+    _check(served[fault.name], BY_NAME[fault.case], fault.alpha)
+
+
+def _check(result: Served, case: Case, alpha: tuple[int, ...]) -> None:
+    assert result.error is None, result.error
+    assert result.outputs == [expected(prompt) for prompt in case.prompts], "the drafter changed the greedy text"
+    near([count / result.drafts for count in result.accepted_per_slot], alpha)
+
+
+def test_missing_engine_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON, raising=False)
+    with pytest.raises(ValueError, match=PYTHON):
+        engine_python()
