@@ -24,7 +24,7 @@ from checkpoints.run import known_groups, machine, record, settings
 from data.chat import Template
 from data.conversations import Prompt, read_prompts
 from data.sources import SourceSettings, read_jsonl
-from data.target import Target
+from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.sampling import Sampling
 from eval.decoder import Clock, DecodeSettings, Generation, generate
@@ -63,17 +63,6 @@ class EvalSettings:
         """Settings of the decoding loop; ValueError on values out of range."""
         slots = self.num_slots if self.num_slots is not None else drafter.num_slots
         return DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed)
-
-
-@dataclass(frozen=True)
-class TargetChoice:
-    """The target group: arguments of Target.load."""
-
-    name: str
-    dtype: str = "auto"
-    device_map: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass
@@ -266,7 +255,7 @@ def _example(target: Target, answers: _Answers) -> dict[str, Any]:
 
 def _progress(console: Console | None) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console or Console(stderr=True), transient=True)
+    return Progress(*columns, console=console or Console(stderr=True, force_jupyter=False), transient=True)
 
 
 def run(config: DictConfig, folder: Path) -> Report:
@@ -276,7 +265,7 @@ def run(config: DictConfig, folder: Path) -> Report:
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts)
-    target = Target.load(**asdict(settings(TargetChoice, config.target, "target")))
+    target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter = load_drafter(drafter_dir, target.parts)
     report = replace(evaluate(target, drafter, prompts, measured), drafter_dir=str(drafter_dir))
     record(folder, config, target=target.identity)

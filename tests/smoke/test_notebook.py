@@ -1,0 +1,39 @@
+"""notebooks/evaluate.ipynb runs from the first cell to the last on a tiny target and a saved head."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from checkpoints.folder import save_drafter
+from data.target import Target
+from drafters.eagle3 import Eagle3
+from tests.doubles import save_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny(tmp_path / "target")
+    target = Target.load(str(source), dtype="float32")
+    drafter = Eagle3(target.parts, None, num_slots=2, layers=[0, 2, 4])
+    save_drafter(tmp_path / "head", drafter, target_identity=target.identity)
+    row = {"id": "a", "domain": "toy", "messages": [{"role": "user", "content": "hi"}]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    for name, value in {
+        "TARGET": source,
+        "DRAFTER": tmp_path / "head",
+        "PROMPTS": tmp_path / "prompts.jsonl",
+        "OUT": tmp_path / "out",
+        "MAX_NEW_TOKENS": 6,
+    }.items():
+        monkeypatch.setenv(f"HEADSTART_{name}", str(value))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "notebooks" / "evaluate.ipynb", as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["greedy_identical"] is True
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 2
