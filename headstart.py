@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from checkpoints.files import fingerprint, read_json, sha256_file, write_json
+from checkpoints.folder import read_drafter
 from checkpoints.run import ROOT, known_groups, record, settings
 
 ENTRIES = {
@@ -31,6 +33,7 @@ ENTRIES = {
     "export": ("checkpoints.export", "write, lint, verify or import the folders that engines load"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
+REFERENCE_TOKENS = 64
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
 
 
@@ -42,13 +45,13 @@ def main() -> None:
         return
     if command not in ENTRIES:
         sys.exit(f"headstart: no command {command!r}\n\n{usage()}")
-    module, _ = ENTRIES[command]
-    words = sys.argv[2:]
-    sys.argv = [f"headstart {command}", *(export_words(words) if command == "export" else words)]
-    if command == "demo":
-        demo()
+    words = export_words(sys.argv[2:]) if command == "export" else sys.argv[2:]
+    sys.argv = [f"headstart {command}", *words]
+    if command in ("demo", "export"):
+        sys.argv.append(f"hydra.job.name={command}")
+        {"demo": demo, "export": export}[command]()
     else:
-        importlib.import_module(module).main()
+        importlib.import_module(ENTRIES[command][0]).main()
 
 
 def export_words(words: Sequence[str]) -> list[str]:
@@ -66,8 +69,60 @@ def usage() -> str:
     """The commands, one line each."""
     lines = [f"  {name:8} {what}" for name, (_, what) in ENTRIES.items()]
     return "\n".join(
-        ["usage: headstart COMMAND [key=value ...]", "", *lines, "", "headstart COMMAND --help lists the command's keys."]
+        [
+            "usage: headstart COMMAND [key=value ...]",
+            "",
+            *lines,
+            "",
+            "headstart COMMAND --help lists the command's keys.",
+        ]
     )
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="export")
+def export(config: DictConfig) -> None:
+    """checkpoints.export with what only the target's room can give: its weights, its folder, and our own measurement."""
+    # Imported here: the target's room imports transformers, and `headstart --help` should not wait for it.
+    from checkpoints.export import execute
+    from data.embedded import EMBEDDED, embedded_folder
+    from data.target import Target
+
+    out = Path(HydraConfig.get().runtime.output_dir)
+    if config.action in ("export", "verify") and config.target_path is None:
+        if read_drafter(Path(config.drafter_dir)).declared.target["name"] == EMBEDDED:
+            config.target_path = str(embedded_folder())
+    if config.action == "verify" and config.reference is None:
+        config.reference = str(measure_reference(Path(config.drafter_dir), config.target_path, out))
+    execute(config, out, lambda name: Target.load(name).parts)
+
+
+def measure_reference(drafter_dir: Path, target_path: str | None, out: Path) -> Path:
+    """Draft greedily in float32 on the shipped held-out prompts, 4 a domain; write what `export verify` compares with."""
+    from checkpoints.folder import load_drafter
+    from data.chat import Template
+    from data.target import Target
+    from eval.decoder import DecodeSettings, generate
+    from eval.evaluate import limited, load_prompts
+    from eval.metrics import acceptance
+
+    declared = read_drafter(drafter_dir).declared
+    target = Target.load(target_path or declared.target["name"], "float32")
+    drafter = load_drafter(drafter_dir, target.parts)
+    template = Template(target.tokenizer, declared.data.get("thinking"), target.eos_ids)
+    prompts = [template.prompt(prompt.messages) for prompt in limited(load_prompts("builtin"), 4)]
+    decoding = DecodeSettings(drafter.num_slots, REFERENCE_TOKENS, 4)
+    answers = generate(target, drafter, prompts, decoding)
+    reference = {
+        "prompts": prompts,
+        "max_tokens": REFERENCE_TOKENS,
+        "num_slots": drafter.num_slots,
+        "tau": acceptance(answers, drafter.num_slots).tau_verified,
+        "stop_token_ids": list(target.eos_ids),
+        "outputs": [answer.tokens for answer in answers],
+        "dtype": "float32",
+    }
+    write_json(out / "reference.json", reference)
+    return out / "reference.json"
 
 
 @dataclass(frozen=True)
@@ -84,7 +139,9 @@ class DemoSettings:
         unknown = [name for name in self.stages if name.split("-")[0] not in ENTRIES]
         if unknown:
             allowed = ", ".join(ENTRIES)
-            raise ValueError(f"unknown stage(s) in demo.stages: {', '.join(unknown)}; allowed: {allowed}, or COMMAND-NAME")
+            raise ValueError(
+                f"unknown stage(s) in demo.stages: {', '.join(unknown)}; allowed: {allowed}, or COMMAND-NAME"
+            )
 
 
 @dataclass(frozen=True)
@@ -134,9 +191,13 @@ def stages(config: DemoSettings) -> list[Stage]:
     chain: Any = source_fingerprint()
     planned = []
     for name, overrides in config.stages.items():
-        module, _ = ENTRIES[name.split("-")[0]]
         folder = out / name
-        command = [module, f"hydra.run.dir={folder}", *(text.replace("{out}", str(out)) for text in overrides)]
+        command = [
+            "headstart",
+            name.split("-")[0],
+            f"hydra.run.dir={folder}",
+            *(text.replace("{out}", str(out)) for text in overrides),
+        ]
         chain = fingerprint([chain, command])
         planned.append(Stage(name, command, folder, chain))
     return planned
@@ -161,7 +222,7 @@ def demo(config: DictConfig) -> None:
             console.print(f"[dim]{stage.name}: finished before, not run again[/dim]")
             continue
         console.rule(stage.name)
-        console.print("python -m " + " ".join(stage.command), style="dim", soft_wrap=True)
+        console.print(" ".join(stage.command), style="dim", soft_wrap=True)
         stage.run()
     report = demo_report(out, list(plan.stages))
     write_json(out / "report.json", report)

@@ -114,19 +114,26 @@ def test_eval_reports_the_drafter_and_proves_it_lossless(patch, tmp_path, target
     assert len(report["alpha"]) == 2
 
 
+def test_export_writes_what_an_engine_loads(patch, tmp_path, trained):
+    command(patch, "export", f"drafter_dir={trained[0] / 'drafter'}", "engine=vllm", f"hydra.run.dir={tmp_path}")
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert config["draft_vocab_size"] == 48
+
+
 def test_demo_gathers_its_report(patch, tmp_path, capsys):
     """The stages are pretended; what is tested is the order, the commands and what becomes of their outputs."""
     started = []
 
     def pretend(line, **_):
-        started.append(line[2])
-        folder = Path(line[3].removeprefix("hydra.run.dir="))
-        if line[2] == "eval.evaluate":
+        started.append(line[3])
+        folder = Path(line[4].removeprefix("hydra.run.dir="))
+        if line[3] == "eval":
             found = {"tau": 1.5, "accepted": 0.5, "alpha": [0.5], "domains": {"toy": 1.5}, "greedy_identical": True}
             speeds = {"near_ties": 0, "tokens_per_s": 3.0, "baseline_tokens_per_s": 2.0, "speedup": 1.5}
             counts = {"prompts": 4, "num_slots": 1, "seconds": {"drafter": 1.0}}
             (folder / "report.json").write_text(json.dumps(found | speeds | counts))
-        if line[2] == "checkpoints.export":
+        if line[3] == "export":
             (folder / "config.json").write_text("{}")
         return headstart.subprocess.CompletedProcess(line, 0)
 
@@ -135,12 +142,12 @@ def test_demo_gathers_its_report(patch, tmp_path, capsys):
         command(context, "demo", f"out={tmp_path}")
         command(context, "demo", f"out={tmp_path}")
     assert started == [
-        "data.prepare",
-        "training.train",
-        "eval.evaluate",
-        "checkpoints.export",
-        "checkpoints.export",
-        "checkpoints.export",
+        "prepare",
+        "train",
+        "eval",
+        "export",
+        "export",
+        "export",
     ]
     report = json.loads((tmp_path / "report.json").read_text())
     assert sorted(report["export_dirs"]) == ["sglang", "vllm", "vllm_speculators"]

@@ -44,7 +44,9 @@ def test_a_misspelt_override_fails(primary):
         composed(primary, f"{first}_tyop=1")
 
 
-@pytest.mark.parametrize("group", ["drafter", "data", "objective", "optimizer", "trainer", "logger", "debug", "experiment"])
+@pytest.mark.parametrize(
+    "group", ["drafter", "data", "objective", "optimizer", "trainer", "logger", "debug", "experiment"]
+)
 def test_every_option_of_every_group_composes(group):
     for option in options(group):
         assert composed("train", f"{'data@heldout' if group == 'data' else group}={option}")
@@ -61,7 +63,7 @@ REQUIRED = {
     "prepare": ("target=any", "target.name=/nowhere"),
     "train": ("target=any", "target.name=/nowhere", "prepared=/nowhere"),
     "eval": ("target=any", "target.name=/nowhere", "drafter_dir=/nowhere"),
-    "export": (),
+    "export": ("drafter_dir=/nowhere", "action=lint"),
 }
 
 
@@ -114,7 +116,7 @@ def test_demo_stages_name_commands():
     stages = headstart.stages(headstart.DemoSettings("out", {"prepare": ["a={out}/x"], "train": [], "export-vllm": []}))
     assert [stage.name for stage in stages] == ["prepare", "train", "export-vllm"]
     assert stages[0].command[-1] == f"a={Path('out').resolve()}/x"
-    assert stages[2].command[0] == "checkpoints.export"
+    assert stages[2].command[:2] == ["headstart", "export"]
 
 
 def test_a_stage_is_finished_only_with_the_same_inputs(tmp_path):

@@ -48,7 +48,9 @@ def drafter_names() -> list[str]:
     names = []
     for path in sorted((ROOT / "drafters").glob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).split(".")[-1] == "Drafter" for base in node.bases):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base).split(".")[-1] == "Drafter" for base in node.bases
+            ):
                 names += [path.stem, node.name]
     return names
 
