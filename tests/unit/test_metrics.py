@@ -21,8 +21,8 @@ def test_acceptance_by_hand() -> None:
     assert found.tau == pytest.approx(12 / 5)
     assert found.accepted == pytest.approx(7 / 5)
     assert found.tau_verified == pytest.approx(1 + 9 / 5)
-    # Slot 1: accepted in 4 of 5 rounds. Slot 2: 3 of the 4 that kept slot 1. Slot 3: the first and third round kept 1, 2
-    # and proposed 3; only the first kept it.
+    # Slot 1: accepted in 4 of 5 rounds. Slot 2: 3 of the 4 that kept slot 1. Slot 3: the first and third round kept 1,
+    # 2 and proposed 3; only the first kept it.
     assert found.trials == [5, 4, 2]
     assert found.alpha == pytest.approx([4 / 5, 3 / 4, 1 / 2])
     assert found.survival == pytest.approx([4 / 5, 3 / 5, 1 / 4])
