@@ -81,23 +81,23 @@ def usage() -> str:
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="export")
 def export(config: DictConfig) -> None:
-    """checkpoints.export with what only the target's room can give: its weights, its folder, and our own measurement."""
+    """checkpoints.export with what only the target's room can give: weights, folder, and our own measurement."""
     # Imported here: the target's room imports transformers, and `headstart --help` should not wait for it.
     from checkpoints.export import execute
     from data.embedded import EMBEDDED, embedded_folder
     from data.target import Target
 
     out = Path(HydraConfig.get().runtime.output_dir)
-    if config.action in ("export", "verify") and config.target_path is None:
-        if read_drafter(Path(config.drafter_dir)).declared.target["name"] == EMBEDDED:
-            config.target_path = str(embedded_folder())
+    served = config.action in ("export", "verify") and config.target_path is None
+    if served and read_drafter(Path(config.drafter_dir)).declared.target["name"] == EMBEDDED:
+        config.target_path = str(embedded_folder())
     if config.action == "verify" and config.reference is None:
         config.reference = str(measure_reference(Path(config.drafter_dir), config.target_path, out))
     execute(config, out, lambda name: Target.load(name).parts)
 
 
 def measure_reference(drafter_dir: Path, target_path: str | None, out: Path) -> Path:
-    """Draft greedily in float32 on the shipped held-out prompts, 4 a domain; write what `export verify` compares with."""
+    """Draft greedily in float32 on the shipped held-out prompts, 4 a domain: what `export verify` compares with."""
     from checkpoints.folder import load_drafter
     from data.chat import Template
     from data.target import Target
