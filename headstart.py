@@ -34,6 +34,7 @@ ENTRIES = {
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
 REFERENCE_TOKENS = 64
+SOURCES = (".py", ".yaml", ".jsonl")
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
 
 
@@ -205,7 +206,7 @@ def stages(config: DemoSettings) -> list[Stage]:
 
 def source_fingerprint() -> str:
     """Changes when any code or config of the project does: a finished stage of other code does not count."""
-    files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".yaml"))
+    files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in SOURCES)
     return fingerprint([(str(path.relative_to(ROOT)), sha256_file(path)) for path in files])
 
 
