@@ -158,19 +158,18 @@ def answer(
         reason = next(iter(report.errors.values()), "every prompt was dropped: " + str(report.dropped))
         raise ValueError(f"no prompt was answered; {reason}")
     report.finish = {reason: sum(row["finish_reason"] == reason for row in rows) for reason in ("stop", "length")}
-    _publish(output, rows, header, journal, report)
+    if rows != list(before.values()):
+        _publish(output, rows, header, report)
+    if not report.errors:
+        journal.path.unlink()
     return report
 
 
-def _publish(
-    output: Path, rows: list[dict[str, Any]], header: dict[str, Any], journal: Journal, report: AnswerReport
-) -> None:
-    """Write the finished file and its record; the journal goes when nothing is left to ask."""
+def _publish(output: Path, rows: list[dict[str, Any]], header: dict[str, Any], report: AnswerReport) -> None:
+    """Write the finished file and, beside it, what run it belongs to."""
     with atomic(output) as temporary, open(temporary, "w", encoding="utf-8") as handle:
         handle.writelines(dump(row) for row in rows)
     write_json(output.with_name(output.name + ".json"), {"header": header, "report": report.as_dict()})
-    if not report.errors:
-        journal.path.unlink()
 
 
 def _header(settings: AnswerSettings, template: Template, target: TargetLike) -> dict[str, Any]:

@@ -11,6 +11,7 @@ template whose prompt, answer and history do not fit together is refused (`Templ
 Rows whose ids were recorded when the target wrote them need no template: `recorded` takes the ids as they are.
 """
 
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,11 +80,13 @@ class Template:
             raise TemplateError(f"tokenizer {tokenizer.name_or_path!r} has no chat template: {error}") from error
         self.switches: dict[str, Any] = {}
         if thinking is not None:
-            self.switches = {name: thinking for name in THINKING_SWITCHES if name in text}
-            if not self.switches:
+            self.switches = {name: thinking for name in THINKING_SWITCHES if re.search(rf"\b{name}\b", text)}
+            if not self._switch_works():
                 raise TemplateError(f"thinking={thinking}: the chat template has no thinking switch; set it to null")
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._ends = special | set(tokenizer.all_special_ids) | set(eos_ids)
+        # The unknown token stands for text, unless it also ends answers (GPT-2's only special token).
+        unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+        self._ends = ((special | set(tokenizer.all_special_ids)) - unknown) | set(eos_ids)
         self._end_texts = tuple(_squeeze(token) for token in tokenizer.convert_ids_to_tokens(sorted(self._ends)))
 
     def ends(self, token: int) -> bool:
@@ -173,6 +176,19 @@ class Template:
         if bos is not None and ids[:2] == [bos, bos]:
             raise TemplateError(f"the rendered chat starts with two BOS tokens ({bos})")
         return str(text), ids
+
+    def _switch_works(self) -> bool:
+        """Whether the choice changes the prompt: a name in the template's text may be a message's field."""
+        asked = [{"role": "user", "content": "hi"}]
+        shown = {
+            str(
+                self.tokenizer.apply_chat_template(
+                    asked, tokenize=False, add_generation_prompt=True, **dict.fromkeys(self.switches, choice)
+                )
+            )
+            for choice in (True, False)
+        }
+        return len(shown) == 2
 
     def _hint(self) -> str:
         return (

@@ -96,7 +96,7 @@ def read_prompts(
         report.read += 1
         messages = asked(row.messages or [])
         key = prompt_key(messages)
-        if trouble := _order(messages):
+        if trouble := _order(messages or row.messages or []):
             report.drop(trouble)
         elif key in barred:
             report.drop("prompt is among the evaluation prompts")
@@ -275,9 +275,8 @@ def _order(messages: Sequence[dict[str, Any]]) -> str | None:
         return "no question" if messages else "empty chat"
     if roles[0] == "assistant":
         return "starts with an answer"
-    after_tool = {i for i, message in enumerate(messages) if i and messages[i - 1]["role"] == "tool"}
     for index in range(1, len(messages)):
-        if messages[index]["role"] == messages[index - 1]["role"] != "tool" and index not in after_tool:
+        if messages[index]["role"] == messages[index - 1]["role"] != "tool":
             return "roles out of order"
     return None
 

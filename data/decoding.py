@@ -114,6 +114,8 @@ class SlotCache(Cache):
                 layer.values[slot, :, end - length : end] = source.values[row, :, padded - length :]
         for slot, length in zip(slots, lengths, strict=True):
             self.starts[slot] = end - length
+        for layer in self.layers:
+            layer.first = min(layer.first, end - need)
 
     def settle(self, active: list[int]) -> None:
         """Before a step: hide columns that no active row uses, and make room for one more."""

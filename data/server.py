@@ -144,6 +144,9 @@ def _retokenised(message: dict[str, Any], question: Question, template: Template
         raise Refused(f"the server gave no token ids, and its text cannot be re-tokenised: {error}") from error
     if prompt != question.prompt_ids:
         raise Refused("the server gave no token ids, and the re-tokenised chat has another prompt")
+    unknown = template.tokenizer.unk_token_id
+    if unknown is not None and unknown in ids:
+        raise Refused("the server gave no token ids, and its text holds characters that the tokenizer does not know")
     # A template always ends the turn; an answer cut at max_tokens did not.
     return ids if ended or not template.ends(ids[-1]) else ids[:-1]
 

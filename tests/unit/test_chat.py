@@ -89,8 +89,10 @@ def test_reasoning_is_supervised_whole() -> None:
 
 
 def test_thinking_choice_needs_a_switch() -> None:
-    with pytest.raises(TemplateError, match="no thinking switch"):
-        Template(tokenizer(PLAIN), thinking=False)
+    field = PLAIN.replace("m['content']", "m.get('thinking', '') + m['content']")  # a message's field is no switch
+    for template in (PLAIN, field):
+        with pytest.raises(TemplateError, match="no thinking switch"):
+            Template(tokenizer(template), thinking=False)
 
 
 STRIPPING = (

@@ -76,7 +76,7 @@ PERFECTBLEND = [
 def test_presets_read_datasets_of_their_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: list[Any], expected: Any, dropped: dict[str, int]
 ) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     settings = preset(name, path=lines(tmp_path / "rows.jsonl", rows))
     kept, report = read_source(settings, tiny_tokenizer())
     assert [(c.id, c.domain, c.answer_tokens) for c in kept] == expected
