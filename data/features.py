@@ -425,7 +425,8 @@ def _write_shard(
             if name != "offsets":
                 values[offsets[index] : offsets[index + 1]] = getattr(sample, name)
     mark, number = fingerprint(header), int(path.stem.removeprefix("shard-"))
-    write_tensors(path, tensors, {"header": mark, "shard": str(number)})
+    # One key alone: safetensors writes several in random order, and the bytes must not depend on it.
+    write_tensors(path, tensors, {"place": f"{mark}/{number}"})
     write_json(path.with_suffix(".json"), _sidecar(conversations, number, mark, sha256_file(path), path.stat().st_size))
 
 
