@@ -14,7 +14,7 @@ from drafters.sampling import DRAFT_STREAM, Sampling, counter_uniform, draw
 from eval import verification
 from eval.cache import BufferedLayer, RowCache, check_cacheable
 from eval.decoder import Clock, DecodeSettings, Generation, generate
-from tests.doubles import START_ID, tiny_target
+from tests.doubles import END_ID, START_ID, tiny_target
 
 K = 3
 PROMPTS = [[START_ID, 9, 10, 11, 12, 13, 14, 15, 16, 17], [START_ID, 30], [START_ID, 21, 22, 23, 24]]
@@ -108,7 +108,11 @@ def decode(
 
 @pytest.fixture(scope="module")
 def llama() -> Target:
-    return tiny_target("llama")
+    """A target that does not end its greedy answers: the end of turn has logit 0, far below the best."""
+    target = tiny_target("llama")
+    with torch.no_grad():
+        target.parts.head[END_ID] = 0
+    return target
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,7 @@ def test_sampling_is_lossless_and_a_planted_fault_is_caught(monkeypatch: pytest.
     assert chi_square_p(target, None) > 1e-3
     assert chi_square_p(target, Toy(target, lambda _: False, 1.5)) > 1e-3
     monkeypatch.setattr(verification, "residual", lambda p, q, drafted: p)
-    assert chi_square_p(target, Toy(target, lambda _: False, 1.5)) < 1e-6
+    assert chi_square_p(target, Toy(target, lambda _: False, 1.5)) < 1e-4
 
 
 def test_training_mode_and_clock(llama: Target) -> None:
