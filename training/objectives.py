@@ -258,7 +258,10 @@ class _Scorer:
         confidence = torch.zeros(supervised.shape, device=supervised.device)
         confidence[supervised] = scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp()
         weights = self.objective.slot_weights.of(confidence, supervised)[supervised]
-        parts = torch.stack([(MEASURES[name](scored) * weights).sum() for name in self.objective.terms])
+        losses = []
+        for name in self.objective.terms:
+            losses.append((MEASURES[name](scored) * weights).sum())
+        parts = torch.stack(losses)
         loss = (parts * parts.new_tensor(list(self.objective.terms.values()))).sum()
         with torch.no_grad():
             hit = torch.zeros_like(supervised)

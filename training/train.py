@@ -123,7 +123,7 @@ def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequen
         counts = token_counts(conversations, size)
         vocabulary = DraftVocabulary.from_counts(counts, chosen.vocabulary)
         console.print(f"draft vocabulary: {len(vocabulary)} of {size} tokens, {vocabulary.coverage(counts):.2%} of answers")
-    drafter: Drafter = instantiate(chosen.model, target=parts, vocabulary=vocabulary)
+    drafter: Drafter = instantiate(chosen.model, _partial_=True, _convert_="all")(target=parts, vocabulary=vocabulary)
     drafter.to(target.device)
     if chosen.warm_start:
         for line in drafter.warm_start(parts):

@@ -1,0 +1,185 @@
+"""The generic checks of a drafter (DESIGN, the ten checks): each a function that raises AssertionError on a fault.
+
+tests/smoke/test_every_drafter.py runs them on every drafter by glob and, with planted faults, proves that they can fail.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from data.collate import Collate, gather_anchors
+from data.conversations import Conversation
+from data.features import Sample, observe
+from data.target import Target
+from drafters.contract import Batch, Drafter, answer_anchors
+from drafters.sampling import Sampling
+from drafters.vocabulary import DraftVocabulary
+from eval.decoder import DecodeSettings, generate
+from eval.metrics import acceptance
+from training.objectives import Objective, slot_terms
+
+ROOT = Path(__file__).resolve().parent.parent
+DRAFTERS = sorted(path.stem for path in (ROOT / "conf" / "drafter").glob("*.yaml"))
+
+
+def compose_config(name: str, *overrides: str) -> Any:
+    """A composed primary config."""
+    GlobalHydra.instance().clear()
+    with initialize_config_module("conf", version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def build(name: str, target: Target, num_slots: int = 4, vocabulary: DraftVocabulary | None = None, **model: Any) -> Drafter:
+    """The drafter of conf/drafter/NAME.yaml on a tiny target, all layers of it read."""
+    config = compose_config("train", f"drafter={name}", "prepared=nowhere")
+    plain = OmegaConf.to_container(config.drafter.model) | {"num_slots": num_slots, "layers": [0, 2, 3]} | model
+    vocabulary = vocabulary or DraftVocabulary.full(target.identity["vocab_size"])
+    return instantiate(plain, _partial_=True, _convert_="all")(target=target.parts, vocabulary=vocabulary).eval()
+
+
+def sample(target: Target, drafter: Drafter, tokens: list[int], turns: list[int], name: str = "x") -> Sample:
+    """One conversation with the target's own features in float32."""
+    made = observe(target, [Conversation(name, "test", tokens, turns)], drafter.needs.layers, dtype="float32")
+    return next(iter(made))[1]
+
+
+def row_batch(rows: list[list[Sample]], row_tokens: int) -> Batch:
+    """Packed rows of samples."""
+    return Collate(row_tokens, anchor_multiple=1)(rows)
+
+
+def random_text(target: Target, length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, target.identity["vocab_size"], (length,), generator=generator).tolist()
+
+
+def frontier(drafter: Drafter, batch: Batch, anchors: int = 3) -> None:
+    """Check 1: noise in every feature at or after the anchor and every token after a slot's frontier changes nothing."""
+    whole = drafter.slots(batch).hidden
+    columns = torch.arange(batch.tokens.shape[1])
+    generator = torch.Generator().manual_seed(1)
+    for index in range(min(anchors, batch.anchors.shape[1])):
+        anchor = batch.anchors[:, index : index + 1]
+        for k in range(1, drafter.num_slots + 1):
+            hidden_tokens, hidden_features = columns > anchor + k - 1, columns >= anchor
+            noisy = replace(
+                batch,
+                tokens=torch.where(hidden_tokens, torch.randint_like(batch.tokens, 4, 60), batch.tokens),
+                aux=torch.where(hidden_features[..., None, None], _noise(batch.aux, generator), batch.aux),
+                last=torch.where(hidden_features[..., None], _noise(batch.last, generator), batch.last),
+            )
+            moved = drafter.slots(noisy).hidden[:, index, k - 1]
+            real = batch.anchors[:, index] >= 0
+            assert torch.allclose(moved[real], whole[real, index, k - 1], atol=1e-5), f"slot {k} sees past its frontier"
+
+
+def _noise(values: Tensor, generator: torch.Generator) -> Tensor:
+    return 5 * torch.randn(values.shape, generator=generator)
+
+
+@torch.no_grad()
+def draft_equals_train(drafter: Drafter, target: Target, prompt: int = 9) -> None:
+    """Check 2: what was drafted, read as data, gives slot by slot the distributions that it was drawn from."""
+    text = random_text(target, prompt + 1, seed=3)
+    known = sample(target, drafter, text, [0] * prompt + [1])
+    state = drafter.begin(1, 64)
+    # Two calls, so that a state that does not continue where it stopped is seen.
+    for start, stop in ((0, 4), (4, prompt)):
+        count = torch.tensor([stop - start])
+        drafter.observe(state, torch.tensor([text[start + 1 : stop + 1]]), known.aux[None, start:stop], known.last[None, start:stop], count)
+    proposal = drafter.propose(state, drafter.num_slots, Sampling(temperature=1.0), torch.tensor([5]))
+    again = drafter.propose(state, drafter.num_slots, Sampling(temperature=1.0), torch.tensor([5]))
+    assert torch.equal(proposal.tokens, again.tokens), "propose changed its state"
+    drafted = proposal.tokens[0].tolist()
+    full = sample(target, drafter, text + drafted, [0] * prompt + [1] * (1 + len(drafted)))
+    batch = row_batch([[full]], len(text) + len(drafted))
+    batch.anchors = torch.tensor([[prompt]])
+    slots = drafter.slots(batch)
+    logits = drafter.logits(slots.hidden[0, 0], slots.prev_ids[0, 0]).float()
+    wide = torch.zeros(len(logits), drafter.vocabulary.target_size)
+    wide[:, drafter.vocabulary.ids] = logits.softmax(-1)
+    assert slots.target_ids[0, 0].tolist() == drafted, "the slots' labels are not the tokens after the anchor"
+    assert proposal.probs is not None
+    error = (wide - proposal.probs[0]).abs().max()
+    assert error < 1e-4, f"drafting and training differ by {error:.2e}"
+
+
+def packed_equals_alone(drafter: Drafter, target: Target) -> None:
+    """Check 3: a document's slots are the same among others in a row and by itself."""
+    texts = [random_text(target, n, seed) for seed, n in enumerate((11, 8, 13))]
+    samples = [sample(target, drafter, t, [0] * 4 + [1] * (len(t) - 4), str(i)) for i, t in enumerate(texts)]
+    packed = row_batch([samples], sum(map(len, texts)))
+    together = drafter.slots(packed)
+    start = 0
+    for one in samples:
+        alone_batch = row_batch([[one]], len(one.tokens))
+        alone = drafter.slots(alone_batch)
+        inside = (packed.anchors[0] >= start) & (packed.anchors[0] < start + len(one.tokens))
+        assert torch.equal(packed.anchors[0][inside] - start, alone_batch.anchors[0]), "other anchors when packed"
+        assert torch.equal(together.mask[0][inside], alone.mask[0]), "other supervised slots when packed"
+        seen = alone.mask[0]
+        assert torch.allclose(together.hidden[0][inside][seen], alone.hidden[0][seen], atol=1e-4), "documents leak"
+        start += len(one.tokens)
+
+
+def greedy_text(target: Target, prompt: list[int], count: int) -> list[int]:
+    """The target's own greedy answer."""
+    return generate(target, None, [prompt], DecodeSettings(max_new_tokens=count))[0].tokens
+
+
+def fit(drafter: Drafter, target: Target, batch: Batch, objective: Objective, steps: int, lr: float = 3e-3) -> float:
+    """Train on one batch; the last loss per slot."""
+    drafter.train()
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=lr)
+    value = 0.0
+    for step in range(steps):
+        batch.seed = step
+        terms = slot_terms(drafter, drafter.slots(batch), batch, target.parts, objective)
+        optimizer.zero_grad()
+        (terms.loss / terms.denominator).backward()
+        optimizer.step()
+        value = float(terms.loss.detach() / terms.denominator)
+    drafter.eval()
+    return value
+
+
+def overfit_one(drafter: Drafter, target: Target, objective: Objective, steps: int = 150) -> float:
+    """Check 5: one sample trained to the end reaches tau > 0.9 (K + 1) in the harness. Returns tau."""
+    rounds, width = 4, drafter.num_slots + 1
+    prompt = random_text(target, 6, seed=7)
+    answer = greedy_text(target, prompt, rounds * width + 1)
+    assert len(answer) == rounds * width + 1, "the tiny target ended its answer: choose another prompt"
+    one = sample(target, drafter, prompt + answer, [0] * len(prompt) + [1] * len(answer))
+    fit(drafter, target, row_batch([[one]], len(one.tokens)), objective, steps)
+    made = generate(target, drafter, [prompt], DecodeSettings(num_slots=drafter.num_slots, max_new_tokens=len(answer)))
+    tau = acceptance(made, drafter.num_slots).tau
+    assert tau > 0.9 * width, f"overfitting one sample gives tau {tau:.2f}, more than {0.9 * width:.2f} expected"
+    return tau
+
+
+def lossless(drafter: Drafter, target: Target) -> None:
+    """Check 6, greedy: with the drafter and without, token by token, for prompts of different lengths in one batch."""
+    prompts = [random_text(target, n, seed) for seed, n in enumerate((5, 9, 3))]
+    settings = DecodeSettings(num_slots=drafter.num_slots, max_new_tokens=20, batch_size=3)
+    plain, drafted = generate(target, None, prompts, settings), generate(target, drafter, prompts, settings)
+    assert [one.tokens for one in plain] == [one.tokens for one in drafted], "greedy output changed"
+
+
+def train_batch(target: Target, drafter: Drafter) -> Batch:
+    """Two packed rows of random conversations, one of them with two answers."""
+    texts = [random_text(target, n, 20 + n) for n in (12, 9, 15)]
+    turns = [[0] * 4 + [1] * 8, [0] * 3 + [1] * 6, [0] * 3 + [1] * 4 + [0] * 2 + [2] * 6]
+    samples = [sample(target, drafter, t, u, str(i)) for i, (t, u) in enumerate(zip(texts, turns, strict=True))]
+    return row_batch([samples[:2], samples[2:]], 24)
+
+
+def all_anchors(batch: Batch) -> Tensor:
+    """[B, A] of every allowed anchor."""
+    return gather_anchors(answer_anchors(batch.turns, batch.documents), 1)

@@ -1,0 +1,153 @@
+"""Objectives: the chunked form equals the plain one, value and gradient, in named regimes; measures by hand."""
+
+import inspect
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.vocabulary import DraftVocabulary
+from tests import checks
+from tests.doubles import tiny_target
+from training import objectives
+from training.objectives import MEASURES, Objective, Scored, SlotWeights, dpace, plain_terms, slot_terms
+
+TERMS = [{name: 1.0} for name in MEASURES] + [{"hard_ce": 0.1, "tv": 0.9}]
+WEIGHTS = [{"kind": "uniform"}, {"kind": "exponential", "gamma": 4}, {"kind": "geometric", "beta": 0.8}, {"kind": "dpace"}]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama")
+
+
+def both(drafter, target, batch, objective):
+    """(loss, gradients) of the fast and the plain form."""
+    results = []
+    for form in (slot_terms, plain_terms):
+        drafter.zero_grad()
+        made = form(drafter, drafter.slots(batch), batch, target.parts, objective)
+        loss = made if isinstance(made, torch.Tensor) else made.loss
+        loss.backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in drafter.named_parameters()}
+        results.append((loss.detach(), grads))
+    return results
+
+
+def assert_equal(fast, plain):
+    assert torch.allclose(fast[0], plain[0], rtol=1e-4, atol=1e-5)
+    for name, gradient in plain[1].items():
+        assert torch.allclose(fast[1][name], gradient, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=lambda t: "+".join(t))
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda w: w["kind"])
+def test_chunked_equals_plain(terms, weights, target):
+    drafter = checks.build("eagle3", target, 3, DraftVocabulary(torch.arange(0, 64, 2), 64))
+    batch = checks.train_batch(target, drafter)
+    assert_equal(*both(drafter, target, batch, Objective(terms, weights, chunk=5)))
+
+
+def test_regime_one_slot(target):
+    drafter = checks.build("eagle3", target, 1)
+    batch = checks.train_batch(target, drafter)
+    batch.anchors = batch.anchors[:, :1]
+    assert_equal(*both(drafter, target, batch, Objective({"soft_ce": 1.0})))
+
+
+def test_regime_all_masked_gives_zero_and_no_nan(target):
+    drafter = checks.build("eagle3", target, 3)
+    batch = checks.train_batch(target, drafter)
+    batch.anchors.fill_(-1)
+    terms = slot_terms(drafter, drafter.slots(batch), batch, target.parts, Objective({"soft_ce": 1.0}))
+    terms.loss.backward()
+    assert terms.loss == 0 and terms.denominator == 0
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+def test_regime_no_label_in_the_draft_vocabulary(target):
+    drafter = checks.build("eagle3", target, 3, DraftVocabulary(torch.tensor([0, 1]), 64))
+    batch = checks.train_batch(target, drafter)
+    batch.top1.fill_(40)
+    terms = slot_terms(drafter, drafter.slots(batch), batch, target.parts, Objective({"soft_ce": 1.0}))
+    terms.loss.backward()
+    assert terms.loss == 0 and terms.supervised.sum() == 0
+    assert terms.offered[0] == grid_anchors(batch) and terms.kept.sum() == 0, "unsayable labels must count as misses"
+
+
+def grid_anchors(batch) -> int:
+    return int((batch.anchors >= 0).sum())
+
+
+def scored(logits: list[float], teacher: list[float], label: int = 0) -> Scored:
+    z, t = torch.tensor([logits]), torch.tensor([teacher])
+    index, state = torch.tensor([label]), torch.zeros(1, 2)
+    return Scored(z, t, t.logsumexp(-1), index, index, state, state)
+
+
+def test_measures_by_hand():
+    half = scored([0.0, 0.0], [math.log(3.0), 0.0])  # q = (1/2, 1/2), p = (3/4, 1/4)
+    assert MEASURES["hard_ce"](half).item() == pytest.approx(math.log(2))
+    assert MEASURES["soft_ce"](half).item() == pytest.approx(math.log(2))
+    assert MEASURES["kl"](half).item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+    assert MEASURES["tv"](half).item() == pytest.approx(0.25)
+    assert MEASURES["lk_alpha"](half).item() == pytest.approx(-math.log(0.75))
+    share = math.exp(-3 * 0.75)
+    assert MEASURES["lk_lambda"](half).item() == pytest.approx(share * MEASURES["kl"](half).item() + (1 - share) * 0.25)
+
+
+def test_overlap_is_one_when_equal_and_nothing_when_disjoint():
+    assert scored([1.0, -2.0], [1.0, -2.0]).overlap.item() == pytest.approx(1.0)
+    peaked = scored([40.0, -40.0], [-40.0, 40.0])
+    assert peaked.overlap.item() == pytest.approx(0.0, abs=1e-6)
+    assert MEASURES["lk_alpha"](peaked).item() == pytest.approx(-math.log(1e-5))
+
+
+def test_mass_outside_the_draft_vocabulary_lowers_the_overlap():
+    # The target gives half its mass to tokens that cannot be drafted: p = (1/2) q, so alpha is 1/2 however good q is.
+    one = scored([0.0, 0.0], [0.0, 0.0])
+    one.lse = torch.tensor([math.log(4.0)])
+    assert one.overlap.item() == pytest.approx(0.5)
+
+
+def test_slot_weights_by_hand():
+    device = torch.device("cpu")
+    assert SlotWeights("exponential", gamma=2.0).static(3, device).tolist() == pytest.approx([1, math.exp(-0.5), math.exp(-1)])
+    assert SlotWeights("geometric", beta=0.5).static(3, device).tolist() == pytest.approx([1, 0.5, 0.25])
+    # dpace: s = .5 c + .5 = (1, .5), P = (1, .5), w = (1.5, .5)
+    weights = dpace(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]))
+    assert weights.tolist() == [pytest.approx([1.5, 0.5])]
+    masked = dpace(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, False]]))
+    assert masked.tolist() == [pytest.approx([1.0, 0.0])]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="hardce"):
+        Objective({"hardce": 1.0})
+    with pytest.raises(ValueError, match="none"):
+        Objective({})
+    with pytest.raises(ValueError, match="linear"):
+        Objective(weights={"kind": "linear"})
+    with pytest.raises(ValueError, match="gama"):
+        Objective(weights={"gama": 1.0})
+
+
+def test_at_most_five_own_frames_from_training_step_to_cross_entropy(target, monkeypatch):
+    from training.module import DrafterModule
+    from training.optimizers import OptimizerSettings
+
+    drafter = checks.build("eagle3", target, 3)
+    module = DrafterModule(drafter, target.parts, Objective({"hard_ce": 1.0}), OptimizerSettings(), 1)
+    seen: list[list[str]] = []
+
+    def spy(slots: Scored) -> torch.Tensor:
+        stack = inspect.stack()
+        own = [f.function for f in stack if Path(f.filename).is_relative_to(checks.ROOT) and "tests" not in f.filename]
+        seen.append(own)
+        return objectives.hard_ce(slots)
+
+    monkeypatch.setitem(MEASURES, "hard_ce", spy)
+    module.training_step(checks.train_batch(target, drafter), 0)
+    # the measure itself is one more frame
+    assert seen[0] == ["sums", "forward", "slot_terms", "training_step"]
