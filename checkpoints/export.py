@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 from transformers import PretrainedConfig
@@ -88,7 +89,7 @@ class ExportSettings:
 def main(config: DictConfig) -> None:
     """Hydra entry. Import needs the target's weights, so it runs as `headstart export import`, which hands in a
     loader."""
-    execute(config, Path(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir))
+    execute(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetParts] | None = None) -> None:

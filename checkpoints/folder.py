@@ -207,7 +207,7 @@ def build(whole: Whole, target: TargetParts) -> Drafter:
     declared = whole.declared
     cls = drafter_class(declared.architecture)
     try:
-        drafter = cls(target, whole.vocabulary, **declared.settings)  # type: ignore[call-arg]
+        drafter = cls(target, whole.vocabulary, **declared.settings)
     except TypeError as error:
         raise ValueError(f"{whole.folder}: settings do not fit {cls.__name__}: {error}") from error
     if list(drafter.needs.layers) != declared.layers or drafter.num_slots != declared.num_slots:

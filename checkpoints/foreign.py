@@ -45,7 +45,7 @@ def import_eagle3(
     slots = num_slots or _declared_slots(head) or 3
     own_head = "lm_head.weight" in tensors
     drafter = drafter_class("eagle3")(
-        target,  # type: ignore[call-arg]
+        target,
         vocabulary,
         num_slots=slots,
         layers=layers,

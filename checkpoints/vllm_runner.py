@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from typing import Any
 
 # One process: no second start for each run, and no orphan worker when this one is killed.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -22,9 +23,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
-def counters(llm):
+def counters(llm: Any) -> dict[str, Any]:
     """Speculative counters since the engine started; zeros without a drafter."""
-    found = {"drafts": 0, "drafted": 0, "accepted": 0, "accepted_per_slot": []}
+    found: dict[str, Any] = {"drafts": 0, "drafted": 0, "accepted": 0, "accepted_per_slot": []}
     names = {
         "vllm:spec_decode_num_drafts": "drafts",
         "vllm:spec_decode_num_draft_tokens": "drafted",
@@ -38,7 +39,7 @@ def counters(llm):
     return found
 
 
-def difference(after, before):
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Counter increments."""
     slots = before["accepted_per_slot"] or [0] * len(after["accepted_per_slot"])
     per_slot = [a - b for a, b in zip(after["accepted_per_slot"], slots, strict=True)]
@@ -47,7 +48,7 @@ def difference(after, before):
     }
 
 
-def serve(run):
+def serve(run: dict[str, Any]) -> dict[str, Any]:
     """One run: start an engine, generate, count, stop it."""
     from vllm import LLM, SamplingParams
 
@@ -86,32 +87,31 @@ def serve(run):
             **difference(counters(llm), before),
         }
     finally:
-        stop(llm)
+        llm.llm_engine.engine_core.shutdown()
 
 
-def stop(llm):
-    """Free an engine so that the next can start in this process."""
+def clean_up() -> None:
+    """Forget what an engine, or a failed start, left in this process, so that the next can start."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm.llm_engine.engine_core.shutdown()
-    del llm
     gc.collect()
     cleanup_dist_env_and_memory()
 
 
-def main():
+def main() -> None:
     """Do every run of the job; write the result after each, so that a crash leaves what was done."""
     import vllm
 
     with open(sys.argv[1], encoding="utf-8") as handle:
         job = json.load(handle)
-    result = {"engine": "vllm", "version": vllm.__version__, "runs": []}
+    result: dict[str, Any] = {"engine": "vllm", "version": vllm.__version__, "runs": []}
     for run in job["runs"]:
         try:
             result["runs"].append(serve(run))
         except Exception as error:
             traceback.print_exc()
             result["runs"].append({"name": run["name"], "error": f"{type(error).__name__}: {error}"})
+        clean_up()
         with open(sys.argv[2] + ".tmp", "w", encoding="utf-8") as handle:
             json.dump(result, handle)
         os.replace(sys.argv[2] + ".tmp", sys.argv[2])
