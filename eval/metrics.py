@@ -23,8 +23,8 @@ from eval.decoder import Generation
 class Acceptance:
     """Acceptance over a set of rounds; definitions above.
 
-    alpha, survival: by slot, 0.0 where `trials` (rounds that count in alpha_k's denominator) is 0. domains: tau by domain,
-    empty for a single one. tau is 0.0 without rounds.
+    alpha, survival: by slot, 0.0 where `trials` (rounds that count in alpha_k's denominator) is 0. domains: tau by
+    domain, empty for a single one. tau is 0.0 without rounds.
     """
 
     tau: float
@@ -73,7 +73,7 @@ def acceptance(generations: Iterable[Generation], num_slots: int, domains: Seque
 
 @dataclass(frozen=True)
 class Work:
-    """What one pass over the prompts did: new tokens, rounds (per request), seconds by stage (prefill, draft, verify, rest)."""
+    """What one pass over the prompts did: new tokens, rounds (per request), seconds by stage of eval.decoder.Clock."""
 
     tokens: int
     rounds: int

@@ -75,8 +75,8 @@ class Report:
     def failures(self) -> list[str]:
         """One line for each answer that the drafter changed."""
         return [
-            f"prompt {one.prompt}, new token {one.position}: {one.baseline} without drafter, {one.drafted} with it; float32 gap "
-            f"{one.gap:.3g}, rounding explains {one.bound:.3g}"
+            f"prompt {one.prompt}, new token {one.position}: {one.baseline} without drafter, {one.drafted} with it; "
+            f"float32 gap {one.gap:.3g}, rounding explains {one.bound:.3g}"
             for one in self.differences or []
             if not one.near_tie
         ]

@@ -18,7 +18,7 @@ from drafters.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, counter_uniform, d
 
 @dataclass
 class Verdict:
-    """accepted [R] int64 in 0..K. tokens [R, K+1] int64: accepted drafts, then the corrected or bonus token, then -1."""
+    """accepted [R] int64 in 0..K. tokens [R, K+1]: accepted drafts, then the corrected or bonus token, then -1."""
 
     accepted: Tensor
     tokens: Tensor
@@ -35,14 +35,12 @@ def acceptance(p_drafted: Tensor, q_drafted: Tensor | None) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor | None, drafted: Tensor) -> Tensor:
-    """Weights of the corrected token after `drafted` was rejected: (p - q)+, or p without the drafted token. Not normalised.
+    """Weights of the corrected token after `drafted` was rejected: (p - q)+, or p without the drafted token.
 
-    p, q [..., V]; drafted [...] int64. Where rounding leaves no weight at all (p = q to the last bit), returns p.
+    p, q [..., V]; drafted [...] int64. Not normalised. Where rounding leaves no weight at all (p = q to the last bit),
+    returns p.
     """
-    if q is None:
-        weights = p.scatter(-1, drafted[..., None], 0.0)
-    else:
-        weights = (p - q).clamp_min(0)
+    weights = p.scatter(-1, drafted[..., None], 0.0) if q is None else (p - q).clamp_min(0)
     return torch.where(weights.sum(-1, keepdim=True) > 0, weights, p)
 
 

@@ -82,8 +82,16 @@ def test_joint_over_k_plus_one_tokens_is_the_targets(deterministic: bool) -> Non
     assert error(verification.acceptance, verification.residual, deterministic=deterministic) < 1e-12
 
 
-def accept_without_min(p: Tensor, q: Tensor | None) -> Tensor:
-    return p if q is None else p / q
+def accept_upside_down(p: Tensor, q: Tensor | None) -> Tensor:
+    return p if q is None else (q / p).clamp_max(1)
+
+
+def accept_by_p_alone(p: Tensor, q: Tensor | None) -> Tensor:
+    return p
+
+
+def residual_without_sign(p: Tensor, q: Tensor | None, drafted: Tensor) -> Tensor:
+    return p if q is None else (p - q).abs()
 
 
 def residual_is_p(p: Tensor, q: Tensor | None, drafted: Tensor) -> Tensor:
@@ -94,7 +102,9 @@ def test_planted_faults_move_the_joint() -> None:
     good = (verification.acceptance, verification.residual)
     assert error(good[0], residual_is_p, deterministic=False) > 1e-3
     assert error(good[0], residual_is_p, deterministic=True) > 1e-3
-    assert error(accept_without_min, good[1], deterministic=False) > 1e-3
+    assert error(good[0], residual_without_sign, deterministic=False) > 1e-3
+    assert error(accept_upside_down, good[1], deterministic=False) > 1e-3
+    assert error(accept_by_p_alone, good[1], deterministic=False) > 1e-3
     # Tokens drawn at temperature 0.5, but q reported before the temperature.
     assert error(*good, deterministic=False, drawn=tables(2, temperature=0.5)) > 1e-3
 
