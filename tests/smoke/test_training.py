@@ -1,0 +1,216 @@
+"""Training through the real entry on a tiny target: kill and resume to the bit, online = offline, a toy drafter in two files."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import drafters
+from checkpoints.files import read_json, read_tensors, write_json
+from data.conversations import Conversation, write_conversations
+from data.features import FeatureStore, capture
+from data.module import BatchSettings, OnlineSource, PackedData, StoreSource
+from data.target import Target
+from tests import checks
+from tests.doubles import save_tiny
+from training.train import run
+
+LAYERS = [0, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A folder as prepare leaves it: a tiny target, 12 random conversations and their features."""
+    folder = tmp_path_factory.mktemp("prepared")
+    save_tiny(folder / "target")
+    target = Target.load(str(folder / "target"), dtype="float32")
+    texts = [(n, checks.random_text(target, 10 + n, seed=n)) for n in range(12)]
+    conversations = [Conversation(f"c{n}", "test", text, [0] * 4 + [1] * (len(text) - 4)) for n, text in texts]
+    write_conversations(folder / "conversations.jsonl", conversations)
+    capture(target, conversations, LAYERS, folder / "features", dtype="float32")
+    write_json(folder / "prepare.json", {"thinking": None})
+    lines = [f'{{"id": "h{n}", "domain": "d{n % 2}", "messages": [{{"role": "user", "content": "ab {n}"}}]}}' for n in range(4)]
+    (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def overrides(prepared: Path, **more: object) -> list[str]:
+    base = {
+        "target": "any",
+        "target.name": prepared / "target",
+        "target.dtype": "float32",
+        "prepared": prepared,
+        "drafter.model.num_slots": 3,
+        "drafter.model.layers": LAYERS,
+        "drafter.vocabulary": 48,
+        "data@heldout": "jsonl",
+        "heldout.path": prepared / "heldout.jsonl",
+        "trainer.max_steps": 12,
+        "trainer.checkpoint_every": 4,
+        "trainer.progress": False,
+        "trainer.log_every": 1,
+        "trainer.precision": "32-true",
+        "batch.rows": 2,
+        "acceptance.every": 6,
+        "acceptance.prompts": 4,
+        "acceptance.max_new_tokens": 8,
+    } | more
+    return [f"{key}={value}" for key, value in base.items()]
+
+
+def train(prepared: Path, out: Path, **more: object) -> dict:
+    out.mkdir(parents=True, exist_ok=True)
+    return run(checks.compose_config("train", *overrides(prepared, **more)), out)
+
+
+def trace(out: Path) -> list[tuple[str, str]]:
+    """(step, loss) of every logged optimizer step; a resumed run logs the steps after its checkpoint again."""
+    with open(out / "metrics.csv") as handle:
+        rows = {row["step"]: row["loss"] for row in csv.DictReader(handle) if row.get("loss")}
+    return sorted(rows.items(), key=lambda item: int(item[0]))
+
+
+def test_trains_and_leaves_a_whole_drafter(prepared, tmp_path):
+    found = train(prepared, tmp_path)
+    assert Path(found["drafter"]).name == "drafter" and read_json(tmp_path / "drafter" / "config.json")["architecture"] == "eagle3"
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
+    assert all(name.startswith("drafter.") for name in saved["state_dict"])
+    assert not any("embed" in name for name in saved["state_dict"]), "the target must never be in a checkpoint"
+    assert saved["optimizer_states"][0]["state"], "an optimizer without state cannot resume"
+    record = read_json(tmp_path / "run.json")
+    assert record["fingerprints"]["target"]["weights"] and record["config"]["trainer"]["max_steps"] == 12
+
+
+def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path):
+    train(prepared, tmp_path / "whole")
+    command = [sys.executable, "-m", "training.train", *overrides(prepared), f"hydra.run.dir={tmp_path / 'killed'}"]
+    last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    running = subprocess.Popen(command, cwd=checks.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not last.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert last.exists(), "the run never reached its first checkpoint"
+    subprocess.run(command, cwd=checks.ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "whole" / "drafter" / name).read_bytes() == (tmp_path / "killed" / "drafter" / name).read_bytes()
+    whole, killed = trace(tmp_path / "whole"), dict(trace(tmp_path / "killed"))
+    assert len(whole) == 12 and all(killed[step] == loss for step, loss in whole if step in killed)
+    assert torch.load(last, weights_only=False)["global_step"] == 12
+
+
+def test_resume_with_other_settings_is_refused(prepared, tmp_path):
+    train(prepared, tmp_path)
+    with pytest.raises(ValueError, match=r"optimizer\.lr"):
+        train(prepared, tmp_path, **{"optimizer.lr": 1e-5})
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused(prepared, tmp_path):
+    with pytest.raises(ValueError, match="nowhere.ckpt"):
+        train(prepared, tmp_path, resume="nowhere.ckpt")
+
+
+def test_accumulation_equals_larger_rows(prepared, tmp_path):
+    """Eight rows at once equal two times four: one normaliser for the window."""
+    one = train(prepared, tmp_path / "one", **{"batch.rows": 4, "trainer.max_steps": 1, "acceptance.every": 1})
+    two = train(prepared, tmp_path / "two", **{"batch.rows": 2, "trainer.accumulate": 2, "trainer.max_steps": 1, "acceptance.every": 1})
+    first, second = (read_tensors(Path(found["drafter"]) / "model.safetensors") for found in (one, two))
+    assert all(torch.allclose(first[name].float(), second[name].float(), atol=2e-4) for name in first)
+
+
+def test_online_and_offline_batches_are_the_same(prepared):
+    target = Target.load(str(prepared / "target"), dtype="float32")
+    store = FeatureStore.open(prepared / "features", target.identity, LAYERS)
+    from data.conversations import read_conversations
+
+    conversations = read_conversations(prepared / "conversations.jsonl")
+    offline = PackedData(StoreSource(store), BatchSettings(rows=2))
+    online = PackedData(OnlineSource(target, conversations, LAYERS, "float32", 4096), BatchSettings(rows=2))
+    offline.total = online.total = 3
+    for one, other in zip(offline.train_dataloader(), online.train_dataloader(), strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.anchors, other.anchors)
+        assert torch.allclose(one.aux, other.aux, atol=1e-4) and torch.allclose(one.lse, other.lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (checks.ROOT / "conf" / "experiment").glob("*.yaml")))
+def test_every_experiment_trains_a_step(name, prepared, tmp_path):
+    keys = {"experiment": name, "trainer.max_steps": 1, "drafter.vocabulary": 48, "acceptance.every": 1}
+    assert train(prepared, tmp_path, **keys)["tau"] >= 1.0
+
+
+@pytest.mark.parametrize("name", ["overfit", "fast", "cpu"])
+def test_every_debug_mode_trains(name, prepared, tmp_path):
+    keys = overrides(prepared, debug=name)
+    free = [k for k in keys if not k.startswith(("trainer.", "acceptance.", "batch."))]
+    config = checks.compose_config("train", *free, "trainer.max_steps=2", "trainer.progress=false")
+    assert run(config, tmp_path)["tau"] >= 1.0
+
+
+TOY = """
+from torch import nn
+from drafters.contract import Drafter, Needs, Proposal, SlotBatch, grid
+import torch
+
+
+class Toy(Drafter):
+    'Guesses from the previous token alone: an embedding and a matrix.'
+
+    def __init__(self, target, vocabulary=None, *, num_slots=2):
+        super().__init__()
+        self.num_slots, self.needs, self.vocabulary = num_slots, Needs((0, 2, 3)), vocabulary
+        self.table = nn.Embedding(target.config.vocab_size, 8)
+        self.out = nn.Linear(8, len(vocabulary))
+
+    def settings(self):
+        return {"num_slots": self.num_slots}
+
+    def slots(self, batch):
+        made = grid(batch, self.num_slots)
+        return SlotBatch(self.table(made.prev_ids), made.prev_ids, made.target_ids, made.mask, made.teacher)
+
+    def logits(self, hidden, prev_ids):
+        return self.out(hidden)
+
+    def begin(self, requests, capacity):
+        return {"anchor": torch.zeros(requests, dtype=torch.int64)}
+
+    def observe(self, state, next_ids, aux, last, lengths):
+        fresh = next_ids.gather(1, (lengths - 1).clamp_min(0)[:, None])[:, 0]
+        state["anchor"] = torch.where(lengths > 0, fresh, state["anchor"])
+
+    def propose(self, state, num_slots, sampling, seeds):
+        token, tokens = state["anchor"], []
+        for _ in range(num_slots):
+            token = self.vocabulary.ids[self.logits(self.table(token), token).argmax(-1)]
+            tokens.append(token)
+        return Proposal(torch.stack(tokens, 1))
+"""
+
+
+def test_a_drafter_is_one_py_and_one_yaml(prepared, tmp_path, monkeypatch):
+    code, conf = tmp_path / "code", tmp_path / "conf" / "drafter"
+    code.mkdir()
+    conf.mkdir(parents=True)
+    (code / "toy.py").write_text(TOY)
+    text = """
+    model: {_target_: drafters.toy.Toy, num_slots: 2}
+    vocabulary: 48
+    warm_start: true
+    objective: {terms: {hard_ce: 1.0}, weights: {kind: uniform}}
+    """
+    (conf / "toy.yaml").write_text(textwrap.dedent(text))
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(code)])
+    keys = [k for k in overrides(prepared) if "drafter.model" not in k]
+    config = checks.compose_config("train", *keys, "drafter=toy", f"hydra.searchpath=[file://{tmp_path / 'conf'}]")
+    OmegaConf.resolve(config)
+    found = run(config, tmp_path / "out")
+    assert read_json(Path(found["drafter"]) / "config.json")["architecture"] == "toy"
