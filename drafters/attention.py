@@ -26,7 +26,7 @@ def dense_chain(query: Tensor, prefix: tuple[Tensor, Tensor], chain: list[tuple[
     flat = grouped.reshape(rows, groups, -1, width)
     scores = (flat @ keys.transpose(-1, -2)).view(rows, groups, heads // groups, anchors, -1)
     floor = torch.finfo(scores.dtype).min
-    scores = scores.masked_fill(~visible[:, None, None], floor)
+    scores = scores + torch.where(visible, 0.0, floor).to(scores.dtype)[:, None, None]
     own = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key, _ in chain]
     weights = torch.cat([scores, *own], -1).softmax(-1, dtype=torch.float32).to(query.dtype)
     length = keys.shape[2]

@@ -23,14 +23,16 @@ from drafters.contract import Batch, Drafter, SlotBatch, TargetParts
 class Scored:
     """n slots with everything a measure may read.
 
-    logits [n, W] of the drafter. teacher [n, W] the target's logits on the draft vocabulary. lse [n] log-sum-exp of the
-    target's logits over its whole vocabulary. label [n] draft id of the target's most likely token. data [n] draft id of the
-    token in the data. hidden, last [n, D] the drafter's head input and the target's last hidden state.
+    logits [n, W] of the drafter. teacher [u, W] the target's logits on the draft vocabulary at u positions, lse [u] their
+    log-sum-exp over the whole vocabulary, owner [n] which of the u positions predicts a slot's token. label [n] draft id of
+    the target's most likely token. data [n] draft id of the token in the data. hidden, last [n, D] the drafter's head input
+    and the target's last hidden state.
     """
 
     logits: Tensor
     teacher: Tensor
     lse: Tensor
+    owner: Tensor
     label: Tensor
     data: Tensor
     hidden: Tensor
@@ -42,11 +44,11 @@ class Scored:
 
     @cached_property
     def p_hat(self) -> Tensor:
-        return self.teacher.float().softmax(-1)
+        return self.teacher.float().softmax(-1)[self.owner]
 
     @cached_property
     def p(self) -> Tensor:
-        return (self.teacher.float() - self.lse[:, None]).exp()
+        return (self.teacher.float() - self.lse[:, None]).exp()[self.owner]
 
     @cached_property
     def overlap(self) -> Tensor:
@@ -71,7 +73,7 @@ def data_ce(s: Scored) -> Tensor:
 
 def kl(s: Scored) -> Tensor:
     """KL(p_hat || q). [n]."""
-    log_p = s.teacher.float().log_softmax(-1)
+    log_p = s.teacher.float().log_softmax(-1)[s.owner]
     return (log_p.exp() * (log_p - s.logq)).sum(-1)
 
 
@@ -166,7 +168,8 @@ class Objective:
 class Terms:
     """Sums over one batch. loss: numerator with gradient. denominator: sum of static slot weights. parts: each measure's own
     weighted sum. offered, kept [K]: anchors whose slots 1..k-1 all match the target's argmax and that have slot k; those where
-    slot k matches too. overlap, supervised [K]: sum of alpha, count of supervised slots.
+    slot k matches too. supervised [K]: count of supervised slots. overlap [K]: sum of alpha over them, zero unless a measure
+    reads it.
     """
 
     loss: Tensor
@@ -246,11 +249,11 @@ class _Scorer:
         where = labels.where[group][supervised]
         with torch.no_grad():
             positions, owner = where.unique(return_inverse=True)
-            teacher = self.target.logits(self.last[positions])[owner]
+            teacher = self.target.logits(self.last[positions])
         states = hidden[supervised]
         logits = self.drafter.logits(states, labels.prev_ids[group][supervised])
         label, data = labels.label[group][supervised], labels.data[group][supervised]
-        return Scored(logits, teacher, self.lse[where], label, data, states, self.last[where]), supervised
+        return Scored(logits, teacher, self.lse[positions], owner, label, data, states, self.last[where]), supervised
 
     def sums(self, hidden: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted loss of one group, and [terms + 4 K] sums: each measure, offered, kept, overlap, supervised."""
@@ -269,7 +272,8 @@ class _Scorer:
             reached = hit.long().cumprod(-1)
             before = torch.cat([torch.ones_like(reached[:, :1]), reached[:, :-1]], 1)
             overlap = torch.zeros(supervised.shape, device=supervised.device)
-            overlap[supervised] = scored.overlap
+            if "overlap" in scored.__dict__:  # free when a measure has made it, one pass over [n, W] when not
+                overlap[supervised] = scored.overlap
             offered = (before * self.labels.mask[group]).sum(0)
             by_slot = torch.cat([offered, reached.sum(0), overlap.sum(0), supervised.sum(0)])
         return loss, torch.cat([parts.detach(), by_slot.to(parts.dtype)])
@@ -322,6 +326,7 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
         drafter.logits(hidden.flatten(0, 1), labels.prev_ids.flatten()),
         everything[:, drafter.vocabulary.ids.to(last.device)],
         everything.logsumexp(-1),
+        torch.arange(len(everything), device=last.device),
         labels.label.flatten(),
         labels.data.flatten(),
         hidden.flatten(0, 1),

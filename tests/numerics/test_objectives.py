@@ -83,7 +83,7 @@ def grid_anchors(batch) -> int:
 def scored(logits: list[float], teacher: list[float], label: int = 0) -> Scored:
     z, t = torch.tensor([logits]), torch.tensor([teacher])
     index, state = torch.tensor([label]), torch.zeros(1, 2)
-    return Scored(z, t, t.logsumexp(-1), index, index, state, state)
+    return Scored(z, t, t.logsumexp(-1), torch.tensor([0]), index, index, state, state)
 
 
 def test_measures_by_hand():
