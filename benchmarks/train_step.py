@@ -3,9 +3,10 @@
     python benchmarks/train_step.py PREPARED_FOLDER TARGET [--conversations 8] [--repeats 3]
 
 The plain one is what the paper's repository does, written straight: a padded batch of conversations, every position a
-query at every step, T x T attention, float32 teacher and draft logits of all positions at all steps, 16,384 draft words. Ours:
-packed rows, queries at anchors only, chains thinned by `keep`, gradients made chunk by chunk, a small draft vocabulary. Both
-read the same conversations; tokens are answer tokens. Steps are timed in turn, the fastest of each counts.
+query at every step, T x T attention, float32 teacher and draft logits of all positions at all steps, 16,384 draft
+words. Ours: packed rows, queries at anchors only, chains thinned by `keep`, gradients made chunk by chunk, a small
+draft vocabulary. Both read the same conversations; tokens are answer tokens. Steps are timed in turn, the fastest of
+each counts.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from training.objectives import Objective, slot_terms
 
 
 def plain_loss(drafter: Eagle3, target: Target, batch: Batch) -> Tensor:
-    """The dense loss: soft cross entropy 0.8^k over all rows, positions and steps. batch holds one conversation a row."""
+    """The dense loss: soft cross entropy 0.8^k over all rows, positions and steps. batch holds one conversation a
+    row."""
     ids, parts = drafter.vocabulary.ids, target.parts
     layer = drafter.midlayer
     rows, length = batch.tokens.shape
@@ -50,7 +52,10 @@ def plain_loss(drafter: Eagle3, target: Target, batch: Batch) -> Tensor:
         group = query.shape[1] // key.shape[1]
         scores = query @ keys[0].repeat_interleave(group, 1).transpose(-1, -2) / query.shape[-1] ** 0.5
         scores = scores.masked_fill(~causal, torch.finfo(scores.dtype).min)
-        own = [(query * other.repeat_interleave(group, 1)).sum(-1, keepdim=True) / query.shape[-1] ** 0.5 for other in keys[1:]]
+        own = [
+            (query * other.repeat_interleave(group, 1)).sum(-1, keepdim=True) / query.shape[-1] ** 0.5
+            for other in keys[1:]
+        ]
         weights = torch.cat([scores, *own], -1).softmax(-1)
         attended = weights[..., :length] @ values[0].repeat_interleave(group, 1)
         for j, other in enumerate(values[1:]):
@@ -87,6 +92,7 @@ def batches(samples: list[Sample]) -> tuple[Batch, Batch]:
 
 
 def main() -> None:
+    """Time both steps in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("prepared", type=Path)
     parser.add_argument("target")
@@ -103,9 +109,7 @@ def main() -> None:
     padded, packed = batches(samples)
     tokens = int((padded.turns > 0).sum())
     layers = list(store.layers)
-    plain = Eagle3(
-        target.parts, DraftVocabulary.from_counts(counts, 16384), num_slots=chosen.slots, layers=layers
-    )
+    plain = Eagle3(target.parts, DraftVocabulary.from_counts(counts, 16384), num_slots=chosen.slots, layers=layers)
     fast = Eagle3(
         target.parts,
         DraftVocabulary.from_counts(counts, chosen.vocabulary),

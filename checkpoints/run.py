@@ -48,7 +48,8 @@ def known_groups(config: DictConfig, *names: str) -> None:
 
 
 def record(folder: Path, config: DictConfig, **fingerprints: Any) -> None:
-    """Write run.json: resolved config, command, git revision, package versions, machine, data and target fingerprints."""
+    """Write run.json: resolved config, command, git revision, package versions, machine, data and target
+    fingerprints."""
     write_json(
         Path(folder) / "run.json",
         {
@@ -76,7 +77,8 @@ def machine() -> dict[str, Any]:
 
 
 def native_bf16() -> bool:
-    """Whether this machine multiplies bf16 matrices in hardware (CUDA 8.0+, AMX or AVX512-BF16); emulation is ~8x slower."""
+    """Whether this machine multiplies bf16 matrices in hardware (CUDA 8.0+, AMX or AVX512-BF16); emulation is ~8x
+    slower."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()

@@ -1,7 +1,7 @@
 """Packing: whole conversations into fixed rows, documents isolated, in an order fixed by (seed, step) alone.
 
-    row    | tokens of conversation 7 | conversation 2 | conversation 9 | padding |
-    doc      0 0 0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1    2 2 2 2 2 2 2    -1 -1
+row    | tokens of conversation 7 | conversation 2 | conversation 9 | padding |
+doc      0 0 0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1    2 2 2 2 2 2 2    -1 -1
 """
 
 from bisect import bisect_right
@@ -18,15 +18,17 @@ from drafters.contract import Batch, answer_anchors
 def pack(lengths: Sequence[int], row_tokens: int, order: Sequence[int]) -> list[list[int]]:
     """First-fit rows of whole conversations. lengths in tokens; order: conversation indices. Returns indices per row.
 
-    Only the 32 newest open rows are tried, so packing is linear and row order still follows `order`. Raises ValueError when
-    a conversation is longer than a row.
+    Only the 32 newest open rows are tried, so packing is linear and row order still follows `order`. Raises
+    ValueError when a conversation is longer than a row.
     """
     rows: list[list[int]] = []
     room: list[int] = []
     for index in order:
         length = lengths[index]
         if length > row_tokens:
-            raise ValueError(f"conversation {index} has {length} tokens, a row holds {row_tokens}: raise data row_tokens")
+            raise ValueError(
+                f"conversation {index} has {length} tokens, a row holds {row_tokens}: raise data row_tokens"
+            )
         start = max(0, len(rows) - 32)
         place = next((r for r in range(start, len(rows)) if room[r] >= length), None)
         if place is None:
@@ -41,8 +43,8 @@ def pack(lengths: Sequence[int], row_tokens: int, order: Sequence[int]) -> list[
 class Plan:
     """Which conversations stand in which row of which micro-step, for any step, without state.
 
-    Each epoch is a new shuffle of all conversations, packed into rows; `rows` rows make one global micro-batch and the last,
-    short batch of an epoch is kept. Equal (seed, step) give equal batches whatever the number of ranks.
+    Each epoch is a new shuffle of all conversations, packed into rows; `rows` rows make one global micro-batch and
+    the last, short batch of an epoch is kept. Equal (seed, step) give equal batches whatever the number of ranks.
     """
 
     def __init__(self, lengths: Sequence[int], row_tokens: int, rows: int, seed: int) -> None:
@@ -82,8 +84,8 @@ class Plan:
 class Collate:
     """Turns samples of a plan's rows into a Batch.
 
-    row_tokens: T. anchor_multiple: A is the largest anchor count of the batch rounded up to this (T on a GPU, where fixed
-    shapes spare recompilation). dtype of the features.
+    row_tokens: T. anchor_multiple: A is the largest anchor count of the batch rounded up to this (T on a GPU, where
+    fixed shapes spare recompilation). dtype of the features.
     """
 
     row_tokens: int

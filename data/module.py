@@ -18,8 +18,9 @@ from drafters.contract import Batch
 @dataclass(frozen=True)
 class BatchSettings:
     """row_tokens: T, tokens per packed row (0: the longest conversation, rounded up to 64). rows: packed rows per
-    micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes). workers: loader processes.
-    seed: of the sample order. features: "store" reads the feature store, "online" runs the target while training.
+    micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes). workers: loader
+    processes. seed: of the sample order. features: "store" reads the feature store, "online" runs the target while
+    training.
     """
 
     row_tokens: int = 0
@@ -57,7 +58,12 @@ class OnlineSource:
     """Samples made by the target on demand; the same numbers as a store of the same dtype would hold."""
 
     def __init__(
-        self, target: Target, conversations: Sequence[Conversation], layers: Sequence[int], dtype: str, batch_tokens: int
+        self,
+        target: Target,
+        conversations: Sequence[Conversation],
+        layers: Sequence[int],
+        dtype: str,
+        batch_tokens: int,
     ) -> None:
         self.target, self.conversations, self.layers = target, conversations, layers
         self.dtype, self.batch_tokens = dtype, batch_tokens
@@ -90,7 +96,8 @@ class Steps(Dataset):
 class StepLoader:
     """An epoch-less loader of micro-steps [0, total) that starts where it was stopped.
 
-    Lightning stores `state_dict` in its checkpoints and counts on from its own batch index; `position` is the next step.
+    Lightning stores `state_dict` in its checkpoints and counts on from its own batch index; `position` is the next
+    step.
     """
 
     def __init__(self, steps: Steps, total: int, workers: int) -> None:

@@ -1,7 +1,8 @@
 """Attention of unrolled drafters while training: a causal prefix plus each chain's own later keys.
 
-At step k the query of anchor a sees the step-1 keys of rows <= a - 1 of its document, and the keys that its own chain made
-at steps 2..k (the "diagonals"). Two equal forms: `dense_chain` everywhere, `flex_chain` where FlexAttention is compiled.
+At step k the query of anchor a sees the step-1 keys of rows <= a - 1 of its document, and the keys that its own chain
+made at steps 2..k (the "diagonals"). Two equal forms: `dense_chain` everywhere, `flex_chain` where FlexAttention is
+compiled.
 """
 
 import math
@@ -12,12 +13,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-def dense_chain(query: Tensor, prefix: tuple[Tensor, Tensor], chain: list[tuple[Tensor, Tensor]], visible: Tensor) -> Tensor:
+def dense_chain(
+    query: Tensor, prefix: tuple[Tensor, Tensor], chain: list[tuple[Tensor, Tensor]], visible: Tensor
+) -> Tensor:
     """Exact attention of chain queries.
 
     query [B, H, A, d]. prefix: keys and values [B, G, T, d] of step 1 (G key-value heads). chain: keys and values
-    [B, G, A, d] of steps 2..k. visible [B, A, T] bool: which prefix rows each anchor may see (at least one, or the row is
-    a padding anchor whose output is not used). Returns [B, H, A, d]. Softmax in float32.
+    [B, G, A, d] of steps 2..k. visible [B, A, T] bool: which prefix rows each anchor may see (at least one, or the
+    row is a padding anchor whose output is not used). Returns [B, H, A, d]. Softmax in float32.
     """
     rows, heads, anchors, width = query.shape
     keys, values = prefix
@@ -59,7 +62,8 @@ def flex_chain(
     mask: BlockMask,
     compiled: bool = True,
 ) -> Tensor:
-    """As `dense_chain`, through FlexAttention; `mask` from `chain_block_mask`. compiled=False runs the eager reference."""
+    """As `dense_chain`, through FlexAttention; `mask` from `chain_block_mask`. compiled=False runs the eager
+    reference."""
     keys = torch.cat([prefix[0], *(key for key, _ in chain)], 2)
     values = torch.cat([prefix[1], *(value for _, value in chain)], 2)
     attend = _compiled_flex() if compiled else flex_attention

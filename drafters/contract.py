@@ -66,7 +66,8 @@ class TargetParts:
     identity: dict[str, Any] | None = None
 
     def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Target logits of last hidden states. last [..., D]; rows [W] token ids or None for all. Returns [..., W or V]."""
+        """Target logits of last hidden states. last [..., D]; rows [W] token ids or None for all. Returns [..., W or
+        V]."""
         weight = self.head if rows is None else self.head[rows]
         bias = None if self.head_bias is None else self.head_bias if rows is None else self.head_bias[rows]
         return self.shape_logits(nn.functional.linear(last.to(weight.dtype), weight, bias))
@@ -212,7 +213,8 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:
-        """Draft logits for any chunk of slots. hidden [N, D], prev_ids [N] -> [N, W]; row w is target id vocabulary.ids[w]."""
+        """Draft logits for any chunk of slots. hidden [N, D], prev_ids [N] -> [N, W]; row w is target id
+        vocabulary.ids[w]."""
 
     def warm_start(self, target: TargetParts) -> list[str]:
         """Initialise from the target where shapes allow. Returns one line per part that was taken; empty if none."""
@@ -247,8 +249,8 @@ def default_layers(num_target_layers: int, count: int = 3) -> tuple[int, ...]:
     layers = (1, num_target_layers // 2 - 1, num_target_layers - 4)[:count]
     if count > 3 or len(set(layers)) != len(layers) or min(layers) < 0 or list(layers) != sorted(layers):
         raise ValueError(
-            f"no default capture layers for a target of {num_target_layers} layers; set drafter.model.layers to ascending "
-            f"ids in 0..{num_target_layers - 1}"
+            f"no default capture layers for a target of {num_target_layers} layers; set drafter.model.layers to "
+            f"ascending ids in 0..{num_target_layers - 1}"
         )
     return layers
 

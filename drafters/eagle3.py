@@ -1,9 +1,9 @@
 """EAGLE-3 (arXiv 2503.01840, section 3), with the two switches of EAGLE-3.1 (arXiv 2605.09992).
 
-One decoder layer reads, at row t, the fused features of position t and the embedding of the token at t + 1, and predicts
-the token at t + 2. In the words of the grid: the anchor is at a = t + 1 and slot 1 predicts a + 1. Slot k >= 2 recycles the
-layer's own output of slot k - 1 in place of features ("training-time test"), at rotary position t + k - 1, and sees the
-step-1 keys of rows <= t plus its own chain's keys.
+One decoder layer reads, at row t, the fused features of position t and the embedding of the token at t + 1, and
+predicts the token at t + 2. In the words of the grid: the anchor is at a = t + 1 and slot 1 predicts a + 1. Slot k >=
+2 recycles the layer's own output of slot k - 1 in place of features ("training-time test"), at rotary position t + k
+- 1, and sees the step-1 keys of rows <= t plus its own chain's keys.
 
     row          t = a - 1        a              a + 1
     hidden       fc(features t)   own output 1   own output 2
@@ -87,7 +87,8 @@ class MidLayer(nn.Module):
 
 @dataclass
 class DraftState:
-    """Drafting state: keys and values [R, G, C, d] by position, rows read [R], last fused features [R, D], anchor [R]."""
+    """Drafting state: keys and values [R, G, C, d] by position, rows read [R], last fused features [R, D], anchor
+    [R]."""
 
     keys: Tensor
     values: Tensor
@@ -100,11 +101,11 @@ class Eagle3(Drafter):
     """EAGLE-3 drafter.
 
     target: frozen parts of the target (embedding, and the head when head="target"). vocabulary: None means all target
-    tokens. num_slots: K, steps of the training-time test and tokens drafted. layers: captured target layers, null for the
-    default three. head: "own" trains a head over the draft vocabulary, "target" shares the frozen one. layer: overrides of
-    the decoder layer's sizes (drafters.layers.LAYER_KEYS). keep: share of chains that training takes one slot deeper, drawn
-    anew each step and nested; 0.8 with uniform weights has the expectation of the paper's 0.8^k weights at two thirds of the
-    work.
+    tokens. num_slots: K, steps of the training-time test and tokens drafted. layers: captured target layers, null for
+    the default three. head: "own" trains a head over the draft vocabulary, "target" shares the frozen one. layer:
+    overrides of the decoder layer's sizes (drafters.layers.LAYER_KEYS). keep: share of chains that training takes one
+    slot deeper, drawn anew each step and nested; 0.8 with uniform weights has the expectation of the paper's 0.8^k
+    weights at two thirds of the work.
     """
 
     def __init__(
@@ -171,7 +172,9 @@ class Eagle3(Drafter):
     def project(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [B, G, N, d] of attention inputs [B, N, 2D] at positions [B, N]."""
         attention = self.midlayer.self_attn
-        return self.rotary(attention.split(attention.k_proj(joined)), positions), attention.split(attention.v_proj(joined))
+        return self.rotary(attention.split(attention.k_proj(joined)), positions), attention.split(
+            attention.v_proj(joined)
+        )
 
     def query(self, joined: Tensor, positions: Tensor) -> Tensor:
         """Rotated queries [B, H, N, d]."""
@@ -225,8 +228,8 @@ class Eagle3(Drafter):
     def warm_start(self, target: TargetParts) -> list[str]:
         """Fusion from the last captured layer, layer from the target's last block, norm and head from the target's.
 
-        The embedding halves of q, k, v start small and random, so step 1 begins as the target's last block reading the last
-        captured layer.
+        The embedding halves of q, k, v start small and random, so step 1 begins as the target's last block reading
+        the last captured layer.
         """
         size, taken = self.layer_config.hidden_size, []
         self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
@@ -242,7 +245,8 @@ class Eagle3(Drafter):
         return taken + self._take_block(block, size)
 
     def _take_block(self, block: dict[str, Tensor], size: int) -> list[str]:
-        """Copy tensors of a Llama-type block whose shapes match; the wide projections take them into their hidden half."""
+        """Copy tensors of a Llama-type block whose shapes match; the wide projections take them into their hidden
+        half."""
         layer, taken = self.midlayer, []
         own = dict(layer.named_parameters())
         for name, parameter in own.items():
@@ -264,7 +268,11 @@ class Eagle3(Drafter):
         shape = (requests, config.num_key_value_heads, capacity + self.num_slots + 1, config.head_dim)
         empty = torch.zeros(requests, dtype=torch.int64, device=like.device)
         return DraftState(
-            like.new_zeros(shape), like.new_zeros(shape), empty, like.new_zeros(requests, config.hidden_size), empty.clone()
+            like.new_zeros(shape),
+            like.new_zeros(shape),
+            empty,
+            like.new_zeros(requests, config.hidden_size),
+            empty.clone(),
         )
 
     def observe(self, state: DraftState, next_ids: Tensor, aux: Tensor, last: Tensor, lengths: Tensor) -> None:
@@ -329,7 +337,8 @@ def _spread(states: Tensor, place: Tensor, anchors: int) -> Tensor:
 def _fewer(batch: Batch, alive: Tensor, place: Tensor | None, keep: float) -> Tensor:
     """Which of the current anchors go one slot deeper: [B, A'] ascending indices into them.
 
-    alive [B, A] marks anchors with a supervised next slot; those are drawn first, by random keys of (batch seed, anchor).
+    alive [B, A] marks anchors with a supervised next slot; those are drawn first, by random keys of (batch seed,
+    anchor).
     """
     keys = counter_uniform(torch.full_like(batch.anchors, batch.seed), _flat(batch.anchors), TRAIN_STREAM)
     keys = torch.where(alive, keys, 2.0)

@@ -1,4 +1,5 @@
-"""Layers that drafters share, built from the target's config: one decoder-layer config, rotary angles, frozen target parts.
+"""Layers that drafters share, built from the target's config: one decoder-layer config, rotary angles, frozen target
+parts.
 
 Norms, rotary embeddings and gated MLPs are transformers' own, so every rope scaling type it knows works here.
 """
@@ -54,7 +55,8 @@ def layer_config(target: PretrainedConfig, overrides: dict[str, Any] | None = No
 
 
 def rope_parameters(target: PretrainedConfig) -> dict[str, Any]:
-    """The target's rope of its full-attention layers, over whole heads (a drafter layer is Llama-type: no partial rotary)."""
+    """The target's rope of its full-attention layers, over whole heads (a drafter layer is Llama-type: no partial
+    rotary)."""
     found = dict(getattr(target, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
     found = dict(found.get("full_attention", found))
     found.pop("partial_rotary_factor", None)

@@ -33,7 +33,8 @@ class Sampling:
         return self.temperature == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Next-token distribution after temperature, then top-k, then top-p. logits [..., V] -> float32 [..., V], sums to 1.
+        """Next-token distribution after temperature, then top-k, then top-p. logits [..., V] -> float32 [..., V],
+        sums to 1.
 
         Greedy gives a one-hot at the argmax. Ties at the top-k and top-p edges are all kept, so the result does not
         depend on sort order.
@@ -55,7 +56,8 @@ class Sampling:
 
 
 def counter_uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """Uniform numbers in [0, 1) that depend on (seed, position, stream) only (splitmix64). int64 [...] -> float64 [...].
+    """Uniform numbers in [0, 1) that depend on (seed, position, stream) only (splitmix64). int64 [...] -> float64
+    [...].
 
     Sync-free and equal on every device and in every batch composition.
     """

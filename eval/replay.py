@@ -1,8 +1,9 @@
 """Greedy acceptance without the target: replay a drafter against the target's recorded greedy answers.
 
-Greedy speculative decoding emits the target's own greedy answer whatever the drafter says, so the features and tokens that
-verification would produce are known once the answer is. Replaying drafts for real (observe, propose, compare) and gives the
-same tau, round by round, as the full decoding loop; only the target's work is spared. Training uses it at every interval.
+Greedy speculative decoding emits the target's own greedy answer whatever the drafter says, so the features and tokens
+that verification would produce are known once the answer is. Replaying drafts for real (observe, propose, compare)
+and gives the same tau, round by round, as the full decoding loop; only the target's work is spared. Training uses it
+at every interval.
 """
 
 from collections import defaultdict
@@ -20,7 +21,8 @@ from drafters.sampling import Sampling
 class Trajectory:
     """A prompt and the target's greedy answer with features.
 
-    tokens int64 [T]; prompt: tokens of the prompt; aux [T, L, D], last [T, D] (the row of the last token is never read).
+    tokens int64 [T]; prompt: tokens of the prompt; aux [T, L, D], last [T, D] (the row of the last token is never
+    read).
     """
 
     domain: str
@@ -32,7 +34,8 @@ class Trajectory:
 
 @dataclass
 class Acceptance:
-    """tau overall and by domain (emitted tokens per round, bonus included), alpha_k [K] conditional acceptance, rounds."""
+    """tau overall and by domain (emitted tokens per round, bonus included), alpha_k [K] conditional acceptance,
+    rounds."""
 
     tau: float
     domains: dict[str, float]
@@ -44,8 +47,8 @@ class Acceptance:
 def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int, batch_size: int = 32) -> Acceptance:
     """Draft greedily through every trajectory and count what the target would have accepted.
 
-    The token after the prompt comes from prefill and is not counted; a round that reaches the end of the answer counts the
-    tokens it could still emit. Raises ValueError when no trajectory has an answer of two tokens.
+    The token after the prompt comes from prefill and is not counted; a round that reaches the end of the answer
+    counts the tokens it could still emit. Raises ValueError when no trajectory has an answer of two tokens.
     """
     was_training = drafter.training
     drafter.eval()

@@ -1,6 +1,7 @@
 """The generic checks of a drafter (DESIGN, the ten checks): each a function that raises AssertionError on a fault.
 
-tests/smoke/test_every_drafter.py runs them on every drafter by glob and, with planted faults, proves that they can fail.
+tests/smoke/test_every_drafter.py runs them on every drafter by glob and, with planted faults, proves that they can
+fail.
 """
 
 from dataclasses import replace
@@ -36,7 +37,9 @@ def compose_config(name: str, *overrides: str) -> Any:
         return compose(name, overrides=list(overrides))
 
 
-def build(name: str, target: Target, num_slots: int = 4, vocabulary: DraftVocabulary | None = None, **model: Any) -> Drafter:
+def build(
+    name: str, target: Target, num_slots: int = 4, vocabulary: DraftVocabulary | None = None, **model: Any
+) -> Drafter:
     """The drafter of conf/drafter/NAME.yaml on a tiny target, all layers of it read."""
     config = compose_config("train", f"drafter={name}", "prepared=nowhere")
     plain = OmegaConf.to_container(config.drafter.model) | {"num_slots": num_slots, "layers": [0, 2, 3]} | model
@@ -61,7 +64,8 @@ def random_text(target: Target, length: int, seed: int) -> list[int]:
 
 
 def frontier(drafter: Drafter, batch: Batch, anchors: int = 3) -> None:
-    """Check 1: noise in every feature at or after the anchor and every token after a slot's frontier changes nothing."""
+    """Check 1: noise in every feature at or after the anchor and every token after a slot's frontier changes
+    nothing."""
     whole = drafter.slots(batch).hidden
     columns = torch.arange(batch.tokens.shape[1])
     generator = torch.Generator().manual_seed(1)
@@ -93,7 +97,13 @@ def draft_equals_train(drafter: Drafter, target: Target, prompt: int = 9) -> Non
     # Two calls, so that a state that does not continue where it stopped is seen.
     for start, stop in ((0, 4), (4, prompt)):
         count = torch.tensor([stop - start])
-        drafter.observe(state, torch.tensor([text[start + 1 : stop + 1]]), known.aux[None, start:stop], known.last[None, start:stop], count)
+        drafter.observe(
+            state,
+            torch.tensor([text[start + 1 : stop + 1]]),
+            known.aux[None, start:stop],
+            known.last[None, start:stop],
+            count,
+        )
     proposal = drafter.propose(state, drafter.num_slots, Sampling(temperature=1.0), torch.tensor([5]))
     again = drafter.propose(state, drafter.num_slots, Sampling(temperature=1.0), torch.tensor([5]))
     assert torch.equal(proposal.tokens, again.tokens), "propose changed its state"

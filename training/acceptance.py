@@ -61,7 +61,9 @@ class AcceptanceCallback(Callback):
 
 
 @torch.inference_mode()
-def trajectory(target: Target, prompt_ids: list[int], answer_ids: list[int], domain: str, layers: Sequence[int]) -> Trajectory:
+def trajectory(
+    target: Target, prompt_ids: list[int], answer_ids: list[int], domain: str, layers: Sequence[int]
+) -> Trajectory:
     """Features of a prompt and the target's greedy answer to it, in one forward."""
     tokens = torch.tensor([prompt_ids + answer_ids], device=target.device)
     features = target.forward(tokens, layers)

@@ -12,7 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from checkpoints.folder import save_drafter
 from training.acceptance import AcceptanceCallback
 
-FREE_TO_CHANGE = ("resume", "logger", "trainer.progress", "trainer.log_every", "trainer.max_minutes", "trainer.checkpoint_every")
+FREE_TO_CHANGE = (
+    "resume",
+    "logger",
+    "trainer.progress",
+    "trainer.log_every",
+    "trainer.max_minutes",
+    "trainer.checkpoint_every",
+)
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -28,7 +35,8 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
 
 class Keeper(Callback):
-    """Writes checkpoints/last.ckpt every `every` optimizer steps and at each measurement, and best-STEP/ whenever tau rises."""
+    """Writes checkpoints/last.ckpt every `every` optimizer steps and at each measurement, and best-STEP/ whenever tau
+    rises."""
 
     def __init__(
         self,
@@ -114,7 +122,11 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
     def walk(value: Any, path: str) -> dict[str, Any]:
         if isinstance(value, dict) and value:
-            return {k: v for name, inner in value.items() for k, v in walk(inner, f"{path}.{name}" if path else name).items()}
+            return {
+                k: v
+                for name, inner in value.items()
+                for k, v in walk(inner, f"{path}.{name}" if path else name).items()
+            }
         return {path: value}
 
     return walk(OmegaConf.to_container(config, resolve=True), "")

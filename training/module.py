@@ -21,7 +21,12 @@ class DrafterModule(LightningModule):
     """
 
     def __init__(
-        self, drafter: Drafter, target: TargetParts, objective: Objective, optimizer: OptimizerSettings, total_steps: int
+        self,
+        drafter: Drafter,
+        target: TargetParts,
+        objective: Objective,
+        optimizer: OptimizerSettings,
+        total_steps: int,
     ) -> None:
         super().__init__()
         self.drafter, self.objective, self.settings, self.total_steps = drafter, objective, optimizer, total_steps

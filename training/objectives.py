@@ -1,8 +1,9 @@
 """Objectives on the slot grid: how far a slot's draft distribution q is from the target's p, weighted by slot.
 
-Only supervised slots meet the vocabulary, a chunk of anchors at a time, and each chunk's gradient is made while its logits
-are there, so [slots, V] never exists and no logit is computed twice. Teacher logits are made once a position and shared by
-the K slots that predict the same token. `plain_terms` is the slow, obvious form that the fast one must equal.
+Only supervised slots meet the vocabulary, a chunk of anchors at a time, and each chunk's gradient is made while its
+logits are there, so [slots, V] never exists and no logit is computed twice. Teacher logits are made once a position
+and shared by the K slots that predict the same token. `plain_terms` is the slow, obvious form that the fast one must
+equal.
 
 p over the draft vocabulary comes in two forms: `p` is the target's own probability (sums to less than 1 when the draft
 vocabulary is reduced), `p_hat` is p renormalised over the draft vocabulary.
@@ -23,10 +24,10 @@ from drafters.contract import Batch, Drafter, SlotBatch, TargetParts
 class Scored:
     """n slots with everything a measure may read.
 
-    logits [n, W] of the drafter. teacher [u, W] the target's logits on the draft vocabulary at u positions, lse [u] their
-    log-sum-exp over the whole vocabulary, owner [n] which of the u positions predicts a slot's token. label [n] draft id of
-    the target's most likely token. data [n] draft id of the token in the data. hidden, last [n, D] the drafter's head input
-    and the target's last hidden state.
+    logits [n, W] of the drafter. teacher [u, W] the target's logits on the draft vocabulary at u positions, lse [u]
+    their log-sum-exp over the whole vocabulary, owner [n] which of the u positions predicts a slot's token. label [n]
+    draft id of the target's most likely token. data [n] draft id of the token in the data. hidden, last [n, D] the
+    drafter's head input and the target's last hidden state.
     """
 
     logits: Tensor
@@ -94,7 +95,8 @@ def lk_lambda(s: Scored, eta: float = 3.0) -> Tensor:
 
 
 def smooth_l1(s: Scored) -> Tensor:
-    """Smooth-L1 between the drafter's head input and the target's last hidden state, mean over D (EAGLE, section 3). [n]."""
+    """Smooth-L1 between the drafter's head input and the target's last hidden state, mean over D (EAGLE, section 3).
+    [n]."""
     return torch.nn.functional.smooth_l1_loss(s.hidden.float(), s.last.float(), reduction="none").mean(-1)
 
 
@@ -105,8 +107,8 @@ MEASURES: dict[str, Callable[[Scored], Tensor]] = {
 
 @dataclass(frozen=True)
 class SlotWeights:
-    """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma). geometric: beta^(k-1). dpace: how much the expected
-    accepted length depends on the slot (arXiv 2605.18810), from the drafter's own probabilities, detached.
+    """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma). geometric: beta^(k-1). dpace: how much the
+    expected accepted length depends on the slot (arXiv 2605.18810), from the drafter's own probabilities, detached.
     """
 
     kind: Literal["uniform", "exponential", "geometric", "dpace"] = "uniform"
@@ -133,7 +135,8 @@ class SlotWeights:
 
 
 def dpace(confidence: Tensor, supervised: Tensor, alpha: float = 0.5) -> Tensor:
-    """w_k = sum_{j >= k} P_j, P_j = prod_{i <= j} s_i, s = (1 - alpha) confidence + alpha (arXiv 2605.18810). [A, K]."""
+    """w_k = sum_{j >= k} P_j, P_j = prod_{i <= j} s_i, s = (1 - alpha) confidence + alpha (arXiv 2605.18810). [A,
+    K]."""
     smoothed = torch.where(supervised, (1 - alpha) * confidence + alpha, torch.ones_like(confidence))
     reach = smoothed.cumprod(-1) * supervised
     return reach.flip(-1).cumsum(-1).flip(-1) * supervised
@@ -166,10 +169,10 @@ class Objective:
 
 @dataclass
 class Terms:
-    """Sums over one batch. loss: numerator with gradient. denominator: sum of static slot weights. parts: each measure's own
-    weighted sum. offered, kept [K]: anchors whose slots 1..k-1 all match the target's argmax and that have slot k; those where
-    slot k matches too. supervised [K]: count of supervised slots. overlap [K]: sum of alpha over them, zero unless a measure
-    reads it.
+    """Sums over one batch. loss: numerator with gradient. denominator: sum of static slot weights. parts: each
+    measure's own weighted sum. offered, kept [K]: anchors whose slots 1..k-1 all match the target's argmax and that
+    have slot k; those where slot k matches too. supervised [K]: count of supervised slots. overlap [K]: sum of alpha
+    over them, zero unless a measure reads it.
     """
 
     loss: Tensor
@@ -211,7 +214,9 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     """The objective's sums over one batch's supervised slots; `loss` carries gradient to the drafter."""
     device, num_slots = slots.hidden.device, slots.hidden.shape[2]
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(device), objective)
-    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, batch.last.flatten(0, 1), batch.lse.flatten())
+    scorer = _Scorer(
+        drafter, _narrowed(target, drafter), labels, objective, batch.last.flatten(0, 1), batch.lse.flatten()
+    )
     groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, objective.chunk // num_slots))
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     loss, sums = _ChunkedSum.apply(slots.hidden.flatten(0, 1), scorer, groups, *parameters)
@@ -280,7 +285,8 @@ class _Scorer:
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Sum of scorer.sums(hidden[group], group) over groups, whose gradient is made group by group in the forward pass."""
+    """Sum of scorer.sums(hidden[group], group) over groups, whose gradient is made group by group in the forward
+    pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scorer: _Scorer, groups: tuple[Tensor, ...], *parameters: Tensor) -> Any:
@@ -316,7 +322,8 @@ def _add(kept: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetParts, objective: Objective) -> Tensor:
-    """The slow form of `slot_terms`: all logits of all slots over the whole vocabulary, plain autograd. Returns the loss."""
+    """The slow form of `slot_terms`: all logits of all slots over the whole vocabulary, plain autograd. Returns the
+    loss."""
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(slots.hidden.device), objective)
     hidden = slots.hidden.flatten(0, 1)
     anchors, num_slots, width = hidden.shape

@@ -1,7 +1,7 @@
 """Optimizers: AdamW, and Muon for the matrices with AdamW for the rest; learning-rate schedules.
 
-Muon orthogonalises the momentum of every hidden matrix; embeddings, heads, norms and vectors go to AdamW, as its authors
-advise (Jordan et al. 2024; the update is scaled to AdamW's size, Liu et al. 2025, section 2.2).
+Muon orthogonalises the momentum of every hidden matrix; embeddings, heads, norms and vectors go to AdamW, as its
+authors advise (Jordan et al. 2024; the update is scaled to AdamW's size, Liu et al. 2025, section 2.2).
 """
 
 import math
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class OptimizerSettings:
     """name: "adamw" | "muon". lr: AdamW's rate. muon_lr: rate of the matrices under Muon. betas, weight_decay as usual.
-    warmup: share of steps with a linear rise. schedule: what follows. final: last rate as a share of lr. decay: share of
-    steps that the wsd schedule spends falling. clip: gradient-norm bound, 0 for none.
+    warmup: share of steps with a linear rise. schedule: what follows. final: last rate as a share of lr. decay: share
+    of steps that the wsd schedule spends falling. clip: gradient-norm bound, 0 for none.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -79,7 +79,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], settings: Optimiz
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (kind "muon") and AdamW (kind "adamw") groups in one optimizer, so that one scheduler and one state dict serve.
+    """Muon (kind "muon") and AdamW (kind "adamw") groups in one optimizer, so that one scheduler and one state dict
+    serve.
 
     Muon: m <- momentum m + g; update = orthogonalise(g + momentum m) * 0.2 sqrt(max(rows, columns)).
     """
@@ -110,7 +111,11 @@ class Muon(torch.optim.Optimizer):
     def _adam_update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         state, gradient = self.state[parameter], parameter.grad
         if not state:
-            state |= {"step": torch.zeros(()), "first": torch.zeros_like(parameter), "second": torch.zeros_like(parameter)}
+            state |= {
+                "step": torch.zeros(()),
+                "first": torch.zeros_like(parameter),
+                "second": torch.zeros_like(parameter),
+            }
         first, second = group["betas"]
         state["step"] += 1
         state["first"].lerp_(gradient, 1 - first)
@@ -121,7 +126,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrix by the quintic Newton-Schulz iteration (Jordan et al. 2024). [m, n] -> [m, n] float32.
+    """Nearest semi-orthogonal matrix by the quintic Newton-Schulz iteration (Jordan et al. 2024). [m, n] -> [m, n]
+    float32.
 
     bf16 where a GPU does the work, as in the source; float32 elsewhere.
     """

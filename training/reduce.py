@@ -1,7 +1,7 @@
 """One place divides: gradients of summed losses over the global denominator of an optimizer step.
 
-Micro-batches and ranks hold different numbers of supervised slots, so a mean of means would weigh slots unevenly. Losses
-are sums; their denominators add up over the accumulation window and over ranks; the gradient is divided once.
+Micro-batches and ranks hold different numbers of supervised slots, so a mean of means would weigh slots unevenly.
+Losses are sums; their denominators add up over the accumulation window and over ranks; the gradient is divided once.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,8 @@ class Window:
 
 
 def divide_gradients(parameters: Iterable[nn.Parameter], denominator: Tensor, averaged_over: int) -> None:
-    """Turn gradients that a framework averaged over `averaged_over` losses (ranks x micro-batches) into sum / denominator.
+    """Turn gradients that a framework averaged over `averaged_over` losses (ranks x micro-batches) into sum /
+    denominator.
 
     A window with nothing supervised (denominator 0) gets zero gradients, never NaN.
     """

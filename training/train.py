@@ -2,8 +2,8 @@
 
     headstart train prepared=outputs/prepare/... drafter=eagle3 objective=own optimizer=muon trainer.max_steps=2000
 
-Leaves in the run's folder: run.json, metrics.csv, checkpoints/last.ckpt, and drafter/ (the one with the best tau on held-out
-prompts). The same command over the same folder goes on from last.ckpt.
+Leaves in the run's folder: run.json, metrics.csv, checkpoints/last.ckpt, and drafter/ (the one with the best tau on
+held-out prompts). The same command over the same folder goes on from last.ckpt.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from checkpoints.files import read_json
 from checkpoints.run import known_groups, native_bf16, record, settings
 from data.conversations import Conversation, read_conversations, read_prompts, token_counts
 from data.features import FeatureStore
@@ -36,14 +37,15 @@ from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
 
-GROUPS = "target prepared heldout drafter objective optimizer batch acceptance trainer logger seed resume limit".split()
+GROUPS = ("target", "prepared", "heldout", "drafter", "objective", "optimizer", "batch", "acceptance", "trainer")
+GROUPS += ("logger", "seed", "resume", "limit")
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """model: `_target_` and plain arguments of the class. vocabulary: size of the draft vocabulary, built from the training
-    answers (null: the whole target vocabulary). warm_start: initialise from the target. from_folder: continue from a
-    drafter folder instead. objective: the paper's objective, read through objective=own."""
+    """model: `_target_` and plain arguments of the class. vocabulary: size of the draft vocabulary, built from the
+    training answers (null: the whole target vocabulary). warm_start: initialise from the target. from_folder:
+    continue from a drafter folder instead. objective: the paper's objective, read through objective=own."""
 
     model: dict[str, Any]
     vocabulary: int | None = None
@@ -53,9 +55,10 @@ class DrafterSettings:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """max_steps: optimizer steps (0: as many as `epochs` make). accumulate: micro-batches per optimizer step. precision:
-    Lightning's name, "auto" = bf16-mixed where the hardware multiplies bf16, else 32-true. checkpoint_every: optimizer
-    steps. max_minutes: stop early after this long (null: never). The rest is Lightning's."""
+    """max_steps: optimizer steps (0: as many as `epochs` make). accumulate: micro-batches per optimizer step.
+    precision: Lightning's name, "auto" = bf16-mixed where the hardware multiplies bf16, else 32-true.
+    checkpoint_every: optimizer steps. max_minutes: stop early after this long (null: never). The rest is
+    Lightning's."""
 
     max_steps: int = 0
     epochs: int = 1
@@ -122,14 +125,18 @@ def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequen
     if chosen.vocabulary is not None:
         counts = token_counts(conversations, size)
         vocabulary = DraftVocabulary.from_counts(counts, chosen.vocabulary)
-        console.print(f"draft vocabulary: {len(vocabulary)} of {size} tokens, {vocabulary.coverage(counts):.2%} of answers")
+        console.print(
+            f"draft vocabulary: {len(vocabulary)} of {size} tokens, {vocabulary.coverage(counts):.2%} of answers"
+        )
     drafter: Drafter = instantiate(chosen.model, _partial_=True, _convert_="all")(target=parts, vocabulary=vocabulary)
     drafter.to(target.device)
     if chosen.warm_start:
         for line in drafter.warm_start(parts):
             console.print(f"warm start: {line}", style="dim")
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    console.print(f"drafter: {trained / 1e6:.1f}M trained parameters, {drafter.num_slots} slots, layers {drafter.needs.layers}")
+    console.print(
+        f"drafter: {trained / 1e6:.1f}M trained parameters, {drafter.num_slots} slots, layers {drafter.needs.layers}"
+    )
     return drafter
 
 
@@ -167,7 +174,12 @@ def held_out(config: DictConfig, target: Target, drafter: Drafter, chosen: Accep
 
 
 def build_trainer(
-    chosen: TrainerSettings, optimizer: OptimizerSettings, loggers: DictConfig, out: Path, callbacks: list[Any], steps: int
+    chosen: TrainerSettings,
+    optimizer: OptimizerSettings,
+    loggers: DictConfig,
+    out: Path,
+    callbacks: list[Any],
+    steps: int,
 ) -> Trainer:
     """Lightning's trainer; nothing of it lands outside `out`."""
     return Trainer(
@@ -195,8 +207,6 @@ def build_trainer(
 
 def _prepared(folder: Path) -> dict[str, Any]:
     """What prepare said of the data: chat template, thinking mode, counts and fingerprints."""
-    from checkpoints.files import read_json
-
     path = folder / "prepare.json"
     return read_json(path) if path.exists() else {}
 

@@ -14,7 +14,12 @@ from training import objectives
 from training.objectives import MEASURES, Objective, Scored, SlotWeights, dpace, plain_terms, slot_terms
 
 TERMS = [{name: 1.0} for name in MEASURES] + [{"hard_ce": 0.1, "tv": 0.9}]
-WEIGHTS = [{"kind": "uniform"}, {"kind": "exponential", "gamma": 4}, {"kind": "geometric", "beta": 0.8}, {"kind": "dpace"}]
+WEIGHTS = [
+    {"kind": "uniform"},
+    {"kind": "exponential", "gamma": 4},
+    {"kind": "geometric", "beta": 0.8},
+    {"kind": "dpace"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,8 @@ def test_regime_all_masked_gives_zero_and_no_nan(target):
     batch.anchors.fill_(-1)
     terms = slot_terms(drafter, drafter.slots(batch), batch, target.parts, Objective({"soft_ce": 1.0}))
     terms.loss.backward()
-    assert terms.loss == 0 and terms.denominator == 0
+    assert terms.loss == 0
+    assert terms.denominator == 0
     assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
 
 
@@ -72,8 +78,10 @@ def test_regime_no_label_in_the_draft_vocabulary(target):
     batch.top1.fill_(40)
     terms = slot_terms(drafter, drafter.slots(batch), batch, target.parts, Objective({"soft_ce": 1.0}))
     terms.loss.backward()
-    assert terms.loss == 0 and terms.supervised.sum() == 0
-    assert terms.offered[0] == grid_anchors(batch) and terms.kept.sum() == 0, "unsayable labels must count as misses"
+    assert terms.loss == 0
+    assert terms.supervised.sum() == 0
+    assert terms.offered[0] == grid_anchors(batch), "unsayable labels must count as misses"
+    assert terms.kept.sum() == 0
 
 
 def grid_anchors(batch) -> int:
@@ -113,7 +121,9 @@ def test_mass_outside_the_draft_vocabulary_lowers_the_overlap():
 
 def test_slot_weights_by_hand():
     device = torch.device("cpu")
-    assert SlotWeights("exponential", gamma=2.0).static(3, device).tolist() == pytest.approx([1, math.exp(-0.5), math.exp(-1)])
+    assert SlotWeights("exponential", gamma=2.0).static(3, device).tolist() == pytest.approx(
+        [1, math.exp(-0.5), math.exp(-1)]
+    )
     assert SlotWeights("geometric", beta=0.5).static(3, device).tolist() == pytest.approx([1, 0.5, 0.25])
     # dpace: s = .5 c + .5 = (1, .5), P = (1, .5), w = (1.5, .5)
     weights = dpace(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]))

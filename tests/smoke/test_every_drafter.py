@@ -82,7 +82,9 @@ def test_objective_equals_its_plain_form(drafter, target):
     batch = checks.train_batch(target, drafter)
     objective = Objective({"soft_ce": 1.0, "tv": 0.5}, {"kind": "geometric", "beta": 0.8}, chunk=8)
     fast = slot_terms(drafter, drafter.slots(batch), batch, target.parts, objective).loss
-    assert fast.item() == pytest.approx(plain_terms(drafter, drafter.slots(batch), batch, target.parts, objective).item(), rel=1e-5)
+    assert fast.item() == pytest.approx(
+        plain_terms(drafter, drafter.slots(batch), batch, target.parts, objective).item(), rel=1e-5
+    )
 
 
 # Planted faults: each check fails on a fault of its kind.

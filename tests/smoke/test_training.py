@@ -1,4 +1,5 @@
-"""Training through the real entry on a tiny target: kill and resume to the bit, online = offline, a toy drafter in two files."""
+"""Training through the real entry on a tiny target: kill and resume to the bit, online = offline, a toy drafter in
+two files."""
 
 import csv
 import os
@@ -37,7 +38,10 @@ def prepared(tmp_path_factory) -> Path:
     write_conversations(folder / "conversations.jsonl", conversations)
     capture(target, conversations, LAYERS, folder / "features", dtype="float32")
     write_json(folder / "prepare.json", {"thinking": None})
-    lines = [f'{{"id": "h{n}", "domain": "d{n % 2}", "messages": [{{"role": "user", "content": "ab {n}"}}]}}' for n in range(4)]
+    lines = [
+        f'{{"id": "h{n}", "domain": "d{n % 2}", "messages": [{{"role": "user", "content": "ab {n}"}}]}}'
+        for n in range(4)
+    ]
     (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -80,13 +84,15 @@ def trace(out: Path) -> list[tuple[str, str]]:
 
 def test_trains_and_leaves_a_whole_drafter(prepared, tmp_path):
     found = train(prepared, tmp_path)
-    assert Path(found["drafter"]).name == "drafter" and read_json(tmp_path / "drafter" / "config.json")["architecture"] == "eagle3"
+    assert Path(found["drafter"]).name == "drafter"
+    assert read_json(tmp_path / "drafter" / "config.json")["architecture"] == "eagle3"
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
     assert all(name.startswith("drafter.") for name in saved["state_dict"])
     assert not any("embed" in name for name in saved["state_dict"]), "the target must never be in a checkpoint"
     assert saved["optimizer_states"][0]["state"], "an optimizer without state cannot resume"
     record = read_json(tmp_path / "run.json")
-    assert record["fingerprints"]["target"]["weights"] and record["config"]["trainer"]["max_steps"] == 12
+    assert record["fingerprints"]["target"]["weights"]
+    assert record["config"]["trainer"]["max_steps"] == 12
 
 
 def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path):
@@ -102,9 +108,12 @@ def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path):
     assert last.exists(), "the run never reached its first checkpoint"
     subprocess.run(command, cwd=checks.ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "whole" / "drafter" / name).read_bytes() == (tmp_path / "killed" / "drafter" / name).read_bytes()
+        assert (tmp_path / "whole" / "drafter" / name).read_bytes() == (
+            tmp_path / "killed" / "drafter" / name
+        ).read_bytes()
     whole, killed = trace(tmp_path / "whole"), dict(trace(tmp_path / "killed"))
-    assert len(whole) == 12 and all(killed[step] == loss for step, loss in whole if step in killed)
+    assert len(whole) == 12
+    assert all(killed[step] == loss for step, loss in whole if step in killed)
     assert torch.load(last, weights_only=False)["global_step"] == 12
 
 
@@ -122,7 +131,11 @@ def test_a_checkpoint_that_does_not_exist_is_refused(prepared, tmp_path):
 def test_accumulation_equals_larger_rows(prepared, tmp_path):
     """Eight rows at once equal two times four: one normaliser for the window."""
     one = train(prepared, tmp_path / "one", **{"batch.rows": 4, "trainer.max_steps": 1, "acceptance.every": 1})
-    two = train(prepared, tmp_path / "two", **{"batch.rows": 2, "trainer.accumulate": 2, "trainer.max_steps": 1, "acceptance.every": 1})
+    two = train(
+        prepared,
+        tmp_path / "two",
+        **{"batch.rows": 2, "trainer.accumulate": 2, "trainer.max_steps": 1, "acceptance.every": 1},
+    )
     first, second = (read_tensors(Path(found["drafter"]) / "model.safetensors") for found in (one, two))
     assert all(torch.allclose(first[name].float(), second[name].float(), atol=2e-4) for name in first)
 
@@ -137,8 +150,10 @@ def test_online_and_offline_batches_are_the_same(prepared):
     online = PackedData(OnlineSource(target, conversations, LAYERS, "float32", 4096), BatchSettings(rows=2))
     offline.total = online.total = 3
     for one, other in zip(offline.train_dataloader(), online.train_dataloader(), strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.anchors, other.anchors)
-        assert torch.allclose(one.aux, other.aux, atol=1e-4) and torch.allclose(one.lse, other.lse, atol=1e-4)
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.anchors, other.anchors)
+        assert torch.allclose(one.aux, other.aux, atol=1e-4)
+        assert torch.allclose(one.lse, other.lse, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (checks.ROOT / "conf" / "experiment").glob("*.yaml")))

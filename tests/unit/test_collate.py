@@ -29,7 +29,8 @@ def test_batch_by_hand():
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, -1, -1]]
     assert batch.turns.tolist() == [[0, 1, 1, 0, 1, 1, 0, 0]]
     assert batch.anchors.tolist() == [[1, 4]]
-    assert batch.aux.shape == (1, 8, 2, 3) and not batch.aux[0, 6:].any()
+    assert batch.aux.shape == (1, 8, 2, 3)
+    assert not batch.aux[0, 6:].any()
 
 
 def test_every_conversation_once_an_epoch_and_another_order_in_the_next():
@@ -40,7 +41,8 @@ def test_every_conversation_once_an_epoch_and_another_order_in_the_next():
         [i for step in steps for row in plan.batch(step) for i in row]
         for steps in (range(first), range(first, plan.steps(2)))
     ]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(7)) and epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(7))
+    assert epochs[0] != epochs[1]
 
 
 def test_any_step_without_the_ones_before():

@@ -55,7 +55,8 @@ def test_an_off_by_one_mask_is_seen():
     right = answer_anchors(turns, documents)
     unshifted = torch.zeros_like(right)
     unshifted[:, 1:] = right[:, :-1]
-    assert right[0, 2] and not unshifted[0, 2]
+    assert right[0, 2]
+    assert not unshifted[0, 2]
 
 
 def test_gather_anchors_pads_and_rounds_up():

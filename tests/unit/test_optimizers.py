@@ -12,7 +12,8 @@ from training.optimizers import Muon, OptimizerSettings, build_optimizer, orthog
 def test_orthogonalise_brings_singular_values_near_one():
     matrix = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalise(matrix))
-    assert values.min() > 0.6 and values.max() < 1.3
+    assert values.min() > 0.6
+    assert values.max() < 1.3
     assert orthogonalise(matrix.T).shape == (20, 12)
 
 
@@ -44,9 +45,11 @@ def test_schedules_by_hand():
     constant = rate(OptimizerSettings(warmup=0.2, schedule="constant"), 10)
     assert [constant(s) for s in (0, 1, 2, 9)] == [0.5, 1.0, 1.0, 1.0]
     cosine = rate(OptimizerSettings(warmup=0.0, schedule="cosine"), 11)
-    assert cosine(0) == 1.0 and cosine(6) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert cosine(0) == 1.0
+    assert cosine(6) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.5)))
     wsd = rate(OptimizerSettings(warmup=0.0, schedule="wsd", decay=0.5, final=0.1), 11)
-    assert wsd(6) == pytest.approx(1.0) and wsd(11) == pytest.approx(0.1)
+    assert wsd(6) == pytest.approx(1.0)
+    assert wsd(11) == pytest.approx(0.1)
 
 
 def test_unknown_names_are_refused():

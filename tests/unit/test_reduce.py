@@ -40,7 +40,8 @@ def _rank(rank: int, folder: str) -> None:
     window = Window()
     window.add(denominator=torch.tensor(float(rank + 1)), kept=torch.tensor([rank, 10.0]))
     sums = window.close()
-    assert sums["denominator"] == 3.0 and sums["kept"].tolist() == [1.0, 20.0]
+    assert sums["denominator"] == 3.0
+    assert sums["kept"].tolist() == [1.0, 20.0]
     torch.distributed.destroy_process_group()
 
 
