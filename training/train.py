@@ -1,13 +1,13 @@
 """headstart train: a drafter on a frozen target, from a prepared folder to a drafter folder.
 
-    headstart train prepared=outputs/prepare/... drafter=eagle3 objective=own optimizer=muon trainer.max_steps=2000
+    headstart train prepared=outputs/prepare/... drafter=NAME objective=own optimizer=muon trainer.max_steps=2000
 
 Leaves in the run's folder: run.json, metrics.csv, checkpoints/last.ckpt, and drafter/ (the one with the best tau on
 held-out prompts). The same command over the same folder goes on from last.ckpt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar
-from omegaconf import DictConfig, OmegaConf
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig
 from rich.console import Console
 
 from checkpoints.files import read_json
 from checkpoints.run import known_groups, native_bf16, record, settings
+from data.chat import Template
 from data.conversations import Conversation, read_conversations, read_prompts, token_counts
 from data.features import FeatureStore
 from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, StoreSource
 from data.sources import SourceSettings
-from data.target import Target
+from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.vocabulary import DraftVocabulary
 from eval.decoder import DecodeSettings, generate
@@ -98,7 +100,9 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     trainer_settings = settings(TrainerSettings, config.trainer, "trainer")
     batches = settings(BatchSettings, config.batch, "batch")
     accepting = settings(AcceptanceSettings, config.acceptance, "acceptance")
-    target = Target.load(**OmegaConf.to_container(config.target))  # type: ignore[arg-type]
+    heldout = settings(SourceSettings, config.heldout, "heldout")
+    loggers = build_loggers(config.logger, out)
+    target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     prepared = Path(config.prepared)
     conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
     drafter = build_drafter(chosen, target, conversations)
@@ -107,11 +111,11 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     steps = trainer_settings.max_steps or -(-data.plan.steps(trainer_settings.epochs) // trainer_settings.accumulate)
     data.total = steps * trainer_settings.accumulate
     module = DrafterModule(drafter, target.parts, objective, optimizer, steps)
-    acceptance = AcceptanceCallback(held_out(config.heldout, target, drafter, accepting), accepting)
+    acceptance = AcceptanceCallback(held_out(heldout, target, drafter, accepting), accepting)
     declared = {"prepared": _prepared(prepared), "conversations": len(conversations)}
     record(out, config, target=target.identity, data=declared, vocabulary=drafter.vocabulary.fingerprint)
     keeper = Keeper(out, config, acceptance, target.identity, declared, trainer_settings.checkpoint_every)
-    trainer = build_trainer(trainer_settings, optimizer, config.logger, out, [acceptance, keeper], steps)
+    trainer = build_trainer(trainer_settings, optimizer, loggers, out, [acceptance, keeper], steps)
     point = resume_point(config.resume, out, config)
     trainer.fit(module, datamodule=data, ckpt_path=point, weights_only=False)
     return keeper.finish(module)
@@ -155,18 +159,16 @@ def feature_source(
     return source
 
 
-def held_out(config: DictConfig, target: Target, drafter: Drafter, chosen: AcceptanceSettings) -> list[Trajectory]:
+def held_out(source: SourceSettings, target: Target, drafter: Drafter, chosen: AcceptanceSettings) -> list[Trajectory]:
     """The target's greedy answers to held-out prompts, spread evenly over domains, with features."""
-    prompts = read_prompts(settings(SourceSettings, config, "heldout"), "heldout")
+    prompts = read_prompts(source, "heldout")
     by_domain: dict[str, list[Any]] = {}
     for prompt in prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt)
     share = max(1, chosen.prompts // max(1, len(by_domain)))
     kept = [prompt for group in by_domain.values() for prompt in group[:share]]
-    ids = [
-        target.tokenizer.apply_chat_template(one.messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        for one in kept
-    ]
+    template = Template(target.tokenizer, source.thinking, target.eos_ids)
+    ids = [template.prompt(one.messages) for one in kept]
     decoding = DecodeSettings(max_new_tokens=chosen.max_new_tokens, batch_size=16)
     answers = generate(target, None, ids, decoding)
     layers = drafter.needs.layers
@@ -176,7 +178,7 @@ def held_out(config: DictConfig, target: Target, drafter: Drafter, chosen: Accep
 def build_trainer(
     chosen: TrainerSettings,
     optimizer: OptimizerSettings,
-    loggers: DictConfig,
+    loggers: list[Logger],
     out: Path,
     callbacks: list[Any],
     steps: int,
@@ -193,7 +195,7 @@ def build_trainer(
         precision=chosen.resolved_precision(),  # type: ignore[arg-type]
         accumulate_grad_batches=chosen.accumulate,
         gradient_clip_val=optimizer.clip or None,
-        logger=[instantiate(one, save_dir=str(out)) for one in loggers.values()] if loggers else False,
+        logger=loggers or False,
         log_every_n_steps=chosen.log_every,
         callbacks=[*callbacks, *([RichProgressBar()] if chosen.progress else [])],
         enable_progress_bar=chosen.progress,
@@ -203,6 +205,16 @@ def build_trainer(
         use_distributed_sampler=False,
         deterministic=chosen.deterministic,
     )
+
+
+def build_loggers(config: DictConfig | None, out: Path) -> list[Logger]:
+    """The loggers of the group, all writing under `out`. ValueError names an entry that is no logger."""
+    loggers = []
+    for name, one in (config or {}).items():
+        if not isinstance(one, DictConfig) or "_target_" not in one:
+            raise ValueError(f"logger.{name} must be a logger with a _target_, got {one!r}; see conf/logger")
+        loggers.append(instantiate(one, save_dir=str(out)))
+    return loggers
 
 
 def _prepared(folder: Path) -> dict[str, Any]:
