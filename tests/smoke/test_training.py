@@ -229,3 +229,8 @@ def test_a_drafter_is_one_py_and_one_yaml(prepared, tmp_path, monkeypatch):
     OmegaConf.resolve(config)
     found = run(config, tmp_path / "out")
     assert read_json(Path(found["drafter"]) / "config.json")["architecture"] == "toy"
+
+
+def test_recipes_and_debug_modes_override_the_primary_config():
+    config = checks.compose_config("train", "prepared=x", "experiment=smollm2_eagle3", "debug=overfit")
+    assert (config.limit, config.batch.rows, config.batch.row_tokens) == (1, 1, 512)
