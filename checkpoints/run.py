@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def settings(cls: type[T], config: DictConfig | dict[str, Any], where: str) -> T:
     """Build dataclass `cls` from one config group. ValueError names unknown and missing keys, and where they stand."""
-    values = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+    plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+    values = cast(dict[str, Any], plain)
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(known))
     if unknown:

@@ -180,13 +180,10 @@ class Template:
     def _switch_works(self) -> bool:
         """Whether the choice changes the prompt: a name in the template's text may be a message's field."""
         asked = [{"role": "user", "content": "hi"}]
+        choices: list[dict[str, Any]] = [dict.fromkeys(self.switches, choice) for choice in (True, False)]
         shown = {
-            str(
-                self.tokenizer.apply_chat_template(
-                    asked, tokenize=False, add_generation_prompt=True, **dict.fromkeys(self.switches, choice)
-                )
-            )
-            for choice in (True, False)
+            str(self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **switches))
+            for switches in choices
         }
         return len(shown) == 2
 

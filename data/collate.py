@@ -113,7 +113,17 @@ class Collate:
                 aux[r, place], last[r, place] = sample.aux, sample.last
                 start = place.stop
         anchors = gather_anchors(answer_anchors(whole["turns"], documents), self.anchor_multiple)
-        return Batch(documents=documents, aux=aux, last=last, lse=lse, anchors=anchors, **whole)
+        return Batch(
+            tokens=whole["tokens"],
+            positions=whole["positions"],
+            documents=documents,
+            turns=whole["turns"],
+            aux=aux,
+            last=last,
+            top1=whole["top1"],
+            lse=lse,
+            anchors=anchors,
+        )
 
 
 def gather_anchors(allowed: Tensor, multiple: int) -> Tensor:

@@ -9,10 +9,10 @@ products.
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
@@ -45,6 +45,10 @@ class SlotLayer(CacheLayerMixin):
     """One layer's keys and values [R, H, columns, *] in a fixed buffer; rows see columns first..length."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
+    dtype: torch.dtype
+    device: torch.device
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,16 +93,20 @@ class SlotCache(Cache):
         super().__init__(layers=[])
 
     @property
+    def slot_layers(self) -> list[SlotLayer]:
+        return cast(list[SlotLayer], self.layers)
+
+    @property
     def first(self) -> int:
-        return self.layers[0].first
+        return self.slot_layers[0].first
 
     @property
     def length(self) -> int:
-        return self.layers[0].length
+        return self.slot_layers[0].length
 
     @property
     def capacity(self) -> int:
-        return self.layers[0].keys.shape[2]
+        return self.slot_layers[0].keys.shape[2]
 
     def admit(self, slots: list[int], filled: DynamicCache, lengths: list[int]) -> None:
         """Write prefilled rows into free slots. filled: left-padded [n, H, P, *] a layer; lengths: real tokens."""
@@ -108,19 +116,20 @@ class SlotCache(Cache):
         if self.length < need:
             self._rebuild(list(range(self.rows)), self.first + need - self.length, need + COLUMNS)
         end = self.length
-        for layer, source in zip(self.layers, filled.layers, strict=True):
+        for layer, source in zip(self.slot_layers, filled.layers, strict=True):
+            keys, values = _written(source)
             for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-                layer.keys[slot, :, end - length : end] = source.keys[row, :, padded - length :]
-                layer.values[slot, :, end - length : end] = source.values[row, :, padded - length :]
+                layer.keys[slot, :, end - length : end] = keys[row, :, padded - length :]
+                layer.values[slot, :, end - length : end] = values[row, :, padded - length :]
         for slot, length in zip(slots, lengths, strict=True):
             self.starts[slot] = end - length
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.first = min(layer.first, end - need)
 
     def settle(self, active: list[int]) -> None:
         """Before a step: hide columns that no active row uses, and make room for one more."""
         first = min(self.starts[row] for row in active)
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.first = first
         if self.length == self.capacity:
             used = self.length - first
@@ -143,21 +152,29 @@ class SlotCache(Cache):
                     f"this target keeps a {type(source).__name__} beside its keys and values, which in-process "
                     "answering cannot batch; set answers.backend=server"
                 )
-            layer = SlotLayer()
+            layer, (keys, values) = SlotLayer(), _written(source)
             layer.keys, layer.values = (
                 tensor.new_zeros(self.rows, tensor.shape[1], need + COLUMNS, tensor.shape[3])
-                for tensor in (source.keys, source.values)
+                for tensor in (keys, values)
             )
-            layer.dtype, layer.device, layer.is_initialized = source.keys.dtype, source.keys.device, True
+            layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
             layer.first = layer.length = need
             self.layers.append(layer)
 
     def _rebuild(self, rows: list[int], offset: int, capacity: int) -> None:
         moved = offset - self.first
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.rebuild(torch.tensor(rows), offset, capacity)
         # a free slot's start may lie before the visible columns; it is masked anyway
         self.starts = [max(0, self.starts[row] + moved) for row in rows]
+
+
+def _written(layer: object) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer that a prefill has filled."""
+    assert isinstance(layer, DynamicLayer)
+    assert layer.keys is not None
+    assert layer.values is not None
+    return layer.keys, layer.values
 
 
 @dataclass
@@ -187,7 +204,7 @@ class Decoder:
         self.eos_ids = frozenset(eos_ids)
         self.batch_size = batch_size
         self.tokens = 0
-        self._device = model.get_input_embeddings().weight.device
+        self._device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
         last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if last_only else {}
 

@@ -4,7 +4,7 @@ Letters in shapes: D hidden width, V target vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import align_module_device
@@ -140,7 +140,7 @@ def _final_norm(decoder: nn.Module, config: PretrainedConfig, where: str) -> tup
     vectors = [
         name
         for name, child in children.items()
-        if isinstance(getattr(child, "weight", None), Tensor) and tuple(child.weight.shape) == (config.hidden_size,)
+        if isinstance(weight := getattr(child, "weight", None), Tensor) and tuple(weight.shape) == (config.hidden_size,)
     ]
     named = [name for name in NORM_NAMES if name in children]
     chosen = named if len(named) == 1 else vectors
@@ -157,7 +157,7 @@ def _embedding_scale(embedder: nn.Module, config: PretrainedConfig) -> float:
     own: Any = getattr(embedder, "embed_scale", None)
     if own is not None:
         # Families cast the scale to the weights' dtype before multiplying; a drafter must see the rounded one.
-        scale *= float(torch.as_tensor(own, dtype=torch.float32).to(embedder.weight.dtype))
+        scale *= float(torch.as_tensor(own, dtype=torch.float32).to(cast(Tensor, embedder.weight).dtype))
     for key in EMBEDDING_SCALES:
         if getattr(config, key, None) is not None:
             scale *= float(getattr(config, key))

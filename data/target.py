@@ -111,7 +111,7 @@ class Target:
         auto = AutoModelForCausalLM if _is_causal(config) or trust_remote_code else AutoModelForImageTextToText
         model = auto.from_pretrained(source, dtype=wanted, device_map=device_map, **shared)
         if device_map is None and torch.cuda.is_available():
-            model = model.to("cuda")
+            model = model.to("cuda")  # type: ignore[arg-type]  # the stubs take `self` for the first argument
         tokenizer = AutoTokenizer.from_pretrained(source, **shared)
         return cls(model, tokenizer, name, source, revision or getattr(config, "_commit_hash", None))
 
@@ -151,7 +151,7 @@ class Target:
 
     def to(self, device: torch.device | str) -> Self:
         """Move a model that accelerate has not spread; updates the shared parts."""
-        self.model.to(device)  # type: ignore[arg-type]
+        self.model.to(device)
         self._anatomy = anatomy(self.model)
         return self
 

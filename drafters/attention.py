@@ -6,7 +6,9 @@ compiled.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ def chain_block_mask(visible: Tensor, steps: int) -> BlockMask:
 
 
 @lru_cache(maxsize=1)
-def _compiled_flex():  # noqa: ANN202 (the compiled callable has no public type)
+def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -66,5 +68,5 @@ def flex_chain(
     reference."""
     keys = torch.cat([prefix[0], *(key for key, _ in chain)], 2)
     values = torch.cat([prefix[1], *(value for _, value in chain)], 2)
-    attend = _compiled_flex() if compiled else flex_attention
+    attend = _compiled_flex() if compiled else cast(Callable[..., Any], flex_attention)
     return attend(query, keys, values, block_mask=mask, enable_gqa=query.shape[1] != keys.shape[1])

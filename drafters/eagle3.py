@@ -45,12 +45,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        wide = 2 * config.hidden_size
-        self.q_proj = nn.Linear(wide, config.num_attention_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(wide, config.num_key_value_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(wide, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        groups, self.head_dim = _key_shape(config)
+        wide, heads = 2 * config.hidden_size, config.num_attention_heads
+        self.q_proj = nn.Linear(wide, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(wide, groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(wide, groups * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
 
     def split(self, states: Tensor) -> Tensor:
         """[B, N, H * d] -> [B, H, N, d]."""
@@ -107,6 +107,8 @@ class Eagle3(Drafter):
     slot deeper, drawn anew each step and nested; 0.8 with uniform weights has the expectation of the paper's 0.8^k
     weights at two thirds of the work.
     """
+
+    draft_ids: Tensor
 
     def __init__(
         self,
@@ -191,10 +193,10 @@ class Eagle3(Drafter):
         joined, residual = _take(joined, rows), _take(residual, rows)
         visible, positions = _visible(batch, rows), batch.positions.gather(1, rows)
         chain: list[tuple[Tensor, Tensor]] = []
-        hidden, mask, place = [], labels.mask.clone(), None
+        hidden, mask, place, output = [], labels.mask.clone(), None, residual
         for k in range(self.num_slots):
             if k > 0:
-                recycled, following = self._recycle(output), self.embedding(labels.prev_ids[:, :, k])  # noqa: F821
+                recycled, following = self._recycle(output), self.embedding(labels.prev_ids[:, :, k])
                 if self.keep < 1:
                     chosen = _fewer(batch, mask[:, :, k], place, self.keep)
                     place = chosen if place is None else place.gather(1, chosen)
@@ -265,7 +267,8 @@ class Eagle3(Drafter):
 
     def begin(self, requests: int, capacity: int) -> DraftState:
         config, like = self.layer_config, self.fc.weight
-        shape = (requests, config.num_key_value_heads, capacity + self.num_slots + 1, config.head_dim)
+        groups, width = _key_shape(config)
+        shape = (requests, groups, capacity + self.num_slots + 1, width)
         empty = torch.zeros(requests, dtype=torch.int64, device=like.device)
         return DraftState(
             like.new_zeros(shape),
@@ -311,11 +314,18 @@ class Eagle3(Drafter):
     def _choose(self, logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Draft token [R] of logits [R, W] for absolute positions [R], and the distribution over V it came from."""
         if sampling.greedy:
-            return self.draft_ids[logits.argmax(-1)], logits  # type: ignore[index]
+            return self.draft_ids[logits.argmax(-1)], logits
         narrow = sampling.probs(logits)
         wide = narrow.new_zeros(len(logits), self.vocabulary.target_size)
-        wide[:, self.draft_ids] = narrow  # type: ignore[index]
-        return self.draft_ids[draw(narrow, counter_uniform(seeds, positions, DRAFT_STREAM))], wide  # type: ignore[index]
+        wide[:, self.draft_ids] = narrow
+        return self.draft_ids[draw(narrow, counter_uniform(seeds, positions, DRAFT_STREAM))], wide
+
+
+def _key_shape(config: LlamaConfig) -> tuple[int, int]:
+    """Key-value heads and head width; a LlamaConfig fills both in when it is built."""
+    assert config.num_key_value_heads is not None
+    assert config.head_dim is not None
+    return config.num_key_value_heads, config.head_dim
 
 
 def _take(values: Tensor, rows: Tensor) -> Tensor:

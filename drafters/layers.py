@@ -94,6 +94,8 @@ class Rotary(nn.Module):
 class SharedEmbedding(nn.Module):
     """The target's frozen input embedding, outside the state dict."""
 
+    weight: Tensor
+
     def __init__(self, target: TargetParts) -> None:
         super().__init__()
         self.register_buffer("weight", target.embedding.detach(), persistent=False)
@@ -101,12 +103,15 @@ class SharedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] int64 -> rows [..., D], scaled as the target scales them."""
-        rows = nn.functional.embedding(ids, self.weight)  # type: ignore[arg-type]
+        rows = nn.functional.embedding(ids, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 
 
 class SharedHead(nn.Module):
     """The target's frozen output projection, cut to some rows and outside the state dict."""
+
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, target: TargetParts, ids: Tensor) -> None:
         super().__init__()
@@ -119,7 +124,7 @@ class SharedHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., W]; no gradient reaches the weights."""
         weight, bias = self.weight, self.bias
-        return self.target.shape_logits(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))  # type: ignore[union-attr,arg-type]
+        return self.target.shape_logits(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
 
 
 def plain_norm_weight(norm: nn.Module, size: int, eps: float) -> Tensor | None:

@@ -36,6 +36,8 @@ class BufferedLayer(DynamicLayer):
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[..., start:stop, :] = states
         self.narrow(stop)
+        assert self.keys is not None
+        assert self.values is not None
         return self.keys, self.values
 
     def narrow(self, width: int) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 
 from data.target import Target
+from drafters.contract import Drafter
 from eval.replay import Acceptance, Trajectory, replay
 
 
@@ -34,7 +35,7 @@ class AcceptanceCallback(Callback):
 
     def measure(self, module: LightningModule) -> Acceptance:
         """Replay all trajectories with the module's drafter."""
-        drafter = module.drafter
+        drafter = cast(Drafter, module.drafter)
         return replay(drafter, self.trajectories, self.settings.num_slots or drafter.num_slots)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

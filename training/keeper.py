@@ -3,13 +3,14 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.folder import save_drafter
+from drafters.contract import Drafter
 from training.acceptance import AcceptanceCallback
 
 FREE_TO_CHANGE = (
@@ -78,7 +79,8 @@ class Keeper(Callback):
             shutil.rmtree(self.out / previous["folder"], ignore_errors=True)
 
     def _save(self, folder: Path, module: LightningModule, measured: dict[str, Any]) -> None:
-        save_drafter(folder, module.drafter, target_identity=self.identity, data=self.data, measured=measured)
+        drafter = cast(Drafter, module.drafter)
+        save_drafter(folder, drafter, target_identity=self.identity, data=self.data, measured=measured)
 
     def finish(self, module: LightningModule) -> dict[str, Any]:
         """Copy the best drafter to drafter/ and return its measurement. RuntimeError when tau was never measured."""

@@ -68,7 +68,7 @@ class DrafterModule(LightningModule):
         self._started = (started, before + slots) if self._started else (now, 0)
         alpha = sums["kept"] / sums["offered"].clamp_min(1)
         denominator = sums["denominator"].clamp_min(1e-12)
-        shown = {
+        shown: dict[str, Tensor | float] = {
             "loss": sums["loss"] / denominator,
             "tau_proxy": 1 + alpha.cumprod(0).sum(),
             "alpha_1": alpha[0],

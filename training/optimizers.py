@@ -7,7 +7,7 @@ authors advise (Jordan et al. 2024; the update is scaled to AdamW's size, Liu et
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +62,10 @@ def rate(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Optimizer over trainable named parameters. Under Muon, matrices other than the head go to Muon."""
     trainable = [(name, p) for name, p in named if p.requires_grad]
+    betas = cast(tuple[float, float], tuple(settings.betas))  # a list when it comes from yaml
     if settings.name == "adamw":
         return torch.optim.AdamW(
-            [p for _, p in trainable], lr=settings.lr, betas=tuple(settings.betas), weight_decay=settings.weight_decay
+            [p for _, p in trainable], lr=settings.lr, betas=betas, weight_decay=settings.weight_decay
         )
     matrices = [p for name, p in trainable if p.ndim == 2 and "head" not in name and "embed" not in name]
     inside = {id(p) for p in matrices}
@@ -74,7 +75,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], settings: Optimiz
             {"params": matrices, "kind": "muon", "lr": settings.muon_lr, "weight_decay": settings.weight_decay},
             {"params": rest, "kind": "adamw", "lr": settings.lr, "weight_decay": settings.weight_decay},
         ],
-        betas=tuple(settings.betas),
+        betas=betas,
     )
 
 

@@ -39,8 +39,10 @@ from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
 
-GROUPS = ("target", "prepared", "heldout", "drafter", "objective", "optimizer", "batch", "acceptance", "trainer")
-GROUPS += ("logger", "seed", "resume", "limit")
+GROUPS = (
+    *("target", "prepared", "heldout", "drafter", "objective", "optimizer", "batch", "acceptance", "trainer"),
+    *("logger", "seed", "resume", "limit"),
+)
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,8 @@ def build_trainer(
 def build_loggers(config: DictConfig | None, out: Path) -> list[Logger]:
     """The loggers of the group, all writing under `out`. ValueError names an entry that is no logger."""
     loggers = []
-    for name, one in (config or {}).items():
+    for key, one in (config or {}).items():
+        name = str(key)
         if not isinstance(one, DictConfig) or "_target_" not in one:
             raise ValueError(f"logger.{name} must be a logger with a _target_, got {one!r}; see conf/logger")
         loggers.append(instantiate(one, save_dir=str(out)))
