@@ -109,7 +109,7 @@ def measure_reference(drafter_dir: Path, target_path: str | None, out: Path) -> 
     declared = read_drafter(drafter_dir).declared
     target = Target.load(target_path or declared.target["name"], "float32")
     drafter = load_drafter(drafter_dir, target.parts)
-    template = Template(target.tokenizer, declared.data.get("thinking"), target.eos_ids)
+    template = Template(target.tokenizer, recorded_thinking(declared.data), target.eos_ids)
     prompts = [template.prompt(prompt.messages) for prompt in limited(load_prompts("builtin"), 4)]
     decoding = DecodeSettings(drafter.num_slots, REFERENCE_TOKENS, 4)
     answers = generate(target, drafter, prompts, decoding)
@@ -124,6 +124,12 @@ def measure_reference(drafter_dir: Path, target_path: str | None, out: Path) -> 
     }
     write_json(out / "reference.json", reference)
     return out / "reference.json"
+
+
+def recorded_thinking(data: dict[str, Any]) -> bool | None:
+    """The thinking mode of a drafter's training data, as training or an import declared it; None where unknown."""
+    found = data.get("prepared", data).get("thinking")
+    return found if isinstance(found, bool) else None
 
 
 @dataclass(frozen=True)

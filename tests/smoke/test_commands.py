@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import headstart
+from checkpoints.folder import save_drafter
+from data.target import Target
+from tests import checks
 from tests.doubles import save_tiny
 
 LAYERS = "[0,2,4]"
@@ -158,3 +161,27 @@ def test_demo_gathers_its_report(patch, tmp_path, capsys):
     assert set(report["seconds"]) == {"prepare", "train", "eval", "export", "total"}
     assert report["drafter_dir"] == str(tmp_path / "train" / "drafter")
     assert "1.50x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        ({"prepared": {"thinking": False}, "conversations": 3}, False),  # as training declares it
+        ({"prepared": {"thinking": None}, "conversations": 3}, None),
+        ({"imported_from": "x", "thinking": "unknown"}, None),  # as an import declares it
+    ],
+)
+def test_verify_asks_in_the_thinking_mode_of_the_training_data(data, wanted, target, tmp_path, monkeypatch):
+    opened = Target.load(target, "float32")
+    drafter = checks.build("eagle3", opened)
+    save_drafter(tmp_path / "head", drafter, target_identity=opened.identity, data=data)
+    seen = []
+
+    def spy(_tokenizer, thinking, _ends):
+        seen.append(thinking)
+        raise StopIteration
+
+    monkeypatch.setattr("data.chat.Template", spy)
+    with pytest.raises(StopIteration):
+        headstart.measure_reference(tmp_path / "head", target, tmp_path)
+    assert seen == [wanted]
