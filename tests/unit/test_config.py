@@ -58,6 +58,11 @@ def test_debug_modes_change_the_training(mode):
     assert OmegaConf.to_container(plain, resolve=False) != OmegaConf.to_container(debug, resolve=False)
 
 
+def test_debug_cpu_keeps_the_target_off_the_gpu():
+    """Target.load takes the first GPU unless told otherwise, and the drafter's tensors would be on the CPU."""
+    assert composed("train", "debug=cpu").target.device_map == "cpu"
+
+
 # What a command must be told, with values that no later stage could use: the config must fail first.
 REQUIRED = {
     "prepare": ("target=any", "target.name=/nowhere"),
