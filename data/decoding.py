@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from drafters.sampling import Sampling, counter_uniform, draw
+from drafters.sampling import ANSWER_STREAM, Sampling, counter_uniform, draw
 
-ANSWER_STREAM = 4  # drafters.sampling uses 1..3 for drafting and verification
 PREFILL_TOKENS = 4096  # padded tokens in one prefill pass at most (one row may be longer)
 COLUMNS = 256  # the buffer grows by at least this many columns
 

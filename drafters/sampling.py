@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM = 1, 2, 3, 4
+# What a random number is for: no two purposes share one.
+DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM, ANSWER_STREAM = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)

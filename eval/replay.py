@@ -78,7 +78,7 @@ def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int,
 def _rounds(drafter: Drafter, batch: Sequence[Trajectory], num_slots: int) -> Iterable[tuple[str, int, int]]:
     """(domain, accepted, tokens left to emit) of every round of a batch of trajectories."""
     longest = max(len(one.tokens) for one in batch)
-    state = drafter.begin(len(batch), longest)
+    state = drafter.begin(len(batch), longest + num_slots)
     seeds = torch.zeros(len(batch), dtype=torch.int64, device=batch[0].tokens.device)
     read, anchor = [0] * len(batch), [one.prompt for one in batch]
     while any(anchor[r] < len(one.tokens) - 1 for r, one in enumerate(batch)):

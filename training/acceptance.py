@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from rich.console import Console
 
 from data.target import Target
 from drafters.contract import Drafter
@@ -26,7 +27,7 @@ class AcceptanceSettings:
 class AcceptanceCallback(Callback):
     """Measures tau every `every` optimizer steps and at the end; logs tau, tau by domain and alpha_k.
 
-    `tau` is logged before checkpoints are considered, so the best checkpoint is the one that drafts best.
+    It stands before the Keeper in the trainer's callbacks, so the best drafter is the one that drafts best.
     """
 
     def __init__(self, trajectories: Sequence[Trajectory], settings: AcceptanceSettings) -> None:
@@ -38,21 +39,34 @@ class AcceptanceCallback(Callback):
         drafter = cast(Drafter, module.drafter)
         return replay(drafter, self.trajectories, self.settings.num_slots or drafter.num_slots)
 
+    @property
+    def measured_at(self) -> int:
+        """Optimizer step of the newest measurement, -1 before the first."""
+        return self.history[-1]["step"] if self.history else -1
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step, every = trainer.global_step, self.settings.every
-        fresh = not self.history or self.history[-1]["step"] != step
         last = step >= trainer.max_steps > 0
-        if step and fresh and (last or (every and step % every == 0)):
-            self._log(self.measure(pl_module), step, pl_module)
+        if step and step != self.measured_at and (last or (every and step % every == 0)):
+            self._note(self.measure(pl_module), trainer, pl_module)
 
-    def _log(self, found: Acceptance, step: int, module: LightningModule) -> None:
-        module.log("tau", found.tau, prog_bar=True)
-        module.log_dict({f"tau/{domain}": tau for domain, tau in found.domains.items()})
-        module.log_dict({f"alpha/{k + 1}": alpha for k, alpha in enumerate(found.alpha)})
-        seen = module.tokens_seen
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A run that its time limit stopped is measured where it stopped.
+        if trainer.global_step and trainer.global_step != self.measured_at:
+            self._note(self.measure(pl_module), trainer, pl_module)
+
+    def _note(self, found: Acceptance, trainer: Trainer, module: LightningModule) -> None:
+        """Log straight to the loggers: Lightning's own logging drops values between its logging steps."""
+        step, seen = trainer.global_step, cast(int, module.tokens_seen)
+        values = {"tau": found.tau} | {f"tau/{domain}": tau for domain, tau in found.domains.items()}
+        values |= {f"alpha/{k + 1}": alpha for k, alpha in enumerate(found.alpha)}
+        for logger in trainer.loggers:
+            logger.log_metrics(values | {"tokens": float(seen)}, step=step)
         self.history.append(
             {"step": step, "tokens": seen, "tau": found.tau, "domains": found.domains, "alpha": found.alpha}
         )
+        if trainer.is_global_zero:
+            Console().print(f"step {step}: tau {found.tau:.3f} after {seen} answer tokens", highlight=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}

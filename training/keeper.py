@@ -9,6 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from omegaconf import DictConfig, OmegaConf
 
+from checkpoints.files import write_json
 from checkpoints.folder import save_drafter
 from drafters.contract import Drafter
 from training.acceptance import AcceptanceCallback
@@ -37,7 +38,10 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
 class Keeper(Callback):
     """Writes checkpoints/last.ckpt every `every` optimizer steps and at each measurement, and best-STEP/ whenever tau
-    rises."""
+    rises. Every rank knows the best; rank 0 writes it.
+
+    run: fingerprints of what a resumed run must share (target weights, data, draft vocabulary).
+    """
 
     def __init__(
         self,
@@ -46,68 +50,85 @@ class Keeper(Callback):
         acceptance: AcceptanceCallback,
         target_identity: dict[str, Any],
         data: dict[str, Any],
+        run: dict[str, str],
         every: int,
     ) -> None:
         self.out, self.acceptance, self.identity, self.data, self.every = out, acceptance, target_identity, data, every
-        self.config = plain(config)
+        self.config = plain(config) | {f"fingerprint.{name}": value for name, value in run.items()}
         self.best: dict[str, Any] | None = None
         self._written = -1
+        self._stale: list[Path] = []
 
     @property
     def last(self) -> Path:
         return self.out / "checkpoints" / "last.ckpt"
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The step resumed from is written already; writing it again inside a window would lose that window's gradient.
+        self._written = trainer.global_step
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
-        if step == self._written or step == 0:
-            return
-        measured = bool(self.acceptance.history) and self.acceptance.history[-1]["step"] == step
-        if measured and trainer.is_global_zero:
-            self._keep_best(pl_module)
-        if measured or step % self.every == 0:
-            self._written = step
-            trainer.save_checkpoint(self.last)
+        if step != self._written and (self.acceptance.measured_at == step or step % self.every == 0):
+            self._keep(trainer, pl_module, step)
 
-    def _keep_best(self, module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A run that its time limit stopped was measured at its last step, not written yet.
+        if trainer.global_step != self._written:
+            self._keep(trainer, pl_module, trainer.global_step)
+
+    def _keep(self, trainer: Trainer, module: LightningModule, step: int) -> None:
+        if self.acceptance.measured_at == step:
+            self._keep_best(module, trainer.is_global_zero)
+        self._written = step
+        trainer.save_checkpoint(self.last)
+        # Only now does a checkpoint know the new best, so only now may the old one go.
+        while self._stale and trainer.is_global_zero:
+            shutil.rmtree(self._stale.pop(), ignore_errors=True)
+
+    def _keep_best(self, module: LightningModule, writes: bool) -> None:
         found = self.acceptance.history[-1]
         if self.best is not None and found["tau"] <= self.best["tau"]:
             return
         folder = self.out / f"best-{found['step']:08d}"
-        self._save(folder, module, found)
-        previous, self.best = self.best, found | {"folder": folder.name}
-        if previous is not None and previous["folder"] != folder.name:
-            shutil.rmtree(self.out / previous["folder"], ignore_errors=True)
+        if writes:
+            drafter = cast(Drafter, module.drafter)
+            save_drafter(folder, drafter, target_identity=self.identity, data=self.data, measured=found)
+        if self.best is not None and self.best["folder"] != folder.name:
+            self._stale.append(self.out / self.best["folder"])
+        self.best = found | {"folder": folder.name}
 
-    def _save(self, folder: Path, module: LightningModule, measured: dict[str, Any]) -> None:
-        drafter = cast(Drafter, module.drafter)
-        save_drafter(folder, drafter, target_identity=self.identity, data=self.data, measured=measured)
-
-    def finish(self, module: LightningModule) -> dict[str, Any]:
-        """Copy the best drafter to drafter/ and return its measurement. RuntimeError when tau was never measured."""
+    def finish(self, trainer: Trainer) -> dict[str, Any]:
+        """Copy the best drafter to drafter/, write learning_curve.json, and return the best measurement. RuntimeError
+        when tau was never measured."""
         if self.best is None:
             raise RuntimeError("tau was never measured: the run ended before its first measurement")
         final, staged = self.out / "drafter", self.out / ".tmp-drafter"
-        shutil.rmtree(staged, ignore_errors=True)
-        shutil.copytree(self.out / self.best["folder"], staged)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(staged, final)
+        if trainer.is_global_zero:
+            shutil.rmtree(staged, ignore_errors=True)
+            shutil.copytree(self.out / self.best["folder"], staged)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(staged, final)
+            write_json(self.out / "learning_curve.json", self.acceptance.history)
         return self.best | {"drafter": str(final)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict["best"]
+        best = state_dict["best"]
+        # A checkpoint of another folder brings no best drafter along: the next measurement begins anew.
+        self.best = best if best and (self.out / best["folder"]).exists() else None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = self.config
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if lines := difference(checkpoint["config"], self.config):
-            raise ValueError(f"{self.last} was made with other settings: {'; '.join(lines)}; use another run folder")
+            raise ValueError(f"the checkpoint was made with other settings: {'; '.join(lines)}; use another run folder")
 
 
-def resume_point(resume: str | None, out: Path, config: DictConfig) -> str | None:
+def resume_point(resume: str | None, out: Path) -> str | None:
     """The checkpoint to go on from: null never, "auto" this folder's last.ckpt if there is one, else the path given."""
     if resume is None:
         return None

@@ -6,8 +6,9 @@ Leaves in the run's folder: run.json, metrics.csv, checkpoints/last.ckpt, and dr
 held-out prompts). The same command over the same folder goes on from last.ckpt.
 """
 
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from checkpoints.files import read_json
 from checkpoints.run import known_groups, native_bf16, record, settings
 from data.chat import Template
 from data.conversations import Conversation, read_conversations, read_prompts, token_counts
-from data.features import FeatureStore
+from data.features import FeatureStore, conversations_fingerprint
 from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, StoreSource
 from data.sources import SourceSettings
 from data.target import Target, TargetSettings
@@ -48,8 +49,8 @@ GROUPS = (
 @dataclass(frozen=True)
 class DrafterSettings:
     """model: `_target_` and plain arguments of the class. vocabulary: size of the draft vocabulary, built from the
-    training answers (null: the whole target vocabulary). warm_start: initialise from the target. from_folder:
-    continue from a drafter folder instead. objective: the paper's objective, read through objective=own."""
+    training answers (null: the whole target vocabulary). warm_start: initialise from the target. objective:
+    the paper's objective, read through objective=own."""
 
     model: dict[str, Any]
     vocabulary: int | None = None
@@ -96,6 +97,9 @@ def main(config: DictConfig) -> None:
 def run(config: DictConfig, out: Path) -> dict[str, Any]:
     """The wiring, top to bottom. Returns the best measurement and the drafter's folder."""
     seed_everything(config.seed, verbose=False)
+    torch.set_float32_matmul_precision("high")
+    if torch.cuda.is_available():  # each rank of a node holds its own target
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     chosen = settings(DrafterSettings, config.drafter, "drafter")
     optimizer = settings(OptimizerSettings, config.optimizer, "optimizer")
     objective = settings(Objective, config.objective, "objective")
@@ -105,7 +109,9 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     heldout = settings(SourceSettings, config.heldout, "heldout")
     loggers = build_loggers(config.logger, out)
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
-    prepared = Path(config.prepared)
+    prepared, prepared_as = Path(config.prepared), _prepared(Path(config.prepared))
+    if heldout.thinking is None:  # ask as the training data were asked
+        heldout = replace(heldout, thinking=prepared_as.get("thinking"))
     conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
     drafter = build_drafter(chosen, target, conversations)
     source = feature_source(batches, prepared, target, drafter, conversations)
@@ -114,13 +120,17 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     data.total = steps * trainer_settings.accumulate
     module = DrafterModule(drafter, target.parts, objective, optimizer, steps)
     acceptance = AcceptanceCallback(held_out(heldout, target, drafter, accepting), accepting)
-    declared = {"prepared": _prepared(prepared), "conversations": len(conversations)}
-    record(out, config, target=target.identity, data=declared, vocabulary=drafter.vocabulary.fingerprint)
-    keeper = Keeper(out, config, acceptance, target.identity, declared, trainer_settings.checkpoint_every)
+    declared = {"prepared": prepared_as, "conversations": len(conversations)}
+    marks = {
+        "target": target.identity["weights"],
+        "data": conversations_fingerprint(conversations),
+        "vocabulary": drafter.vocabulary.fingerprint,
+    }
+    record(out, config, target=target.identity, prepared=declared, run=marks)
+    keeper = Keeper(out, config, acceptance, target.identity, declared, marks, trainer_settings.checkpoint_every)
     trainer = build_trainer(trainer_settings, optimizer, loggers, out, [acceptance, keeper], steps)
-    point = resume_point(config.resume, out, config)
-    trainer.fit(module, datamodule=data, ckpt_path=point, weights_only=False)
-    return keeper.finish(module)
+    trainer.fit(module, datamodule=data, ckpt_path=resume_point(config.resume, out), weights_only=True)
+    return keeper.finish(trainer)
 
 
 def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequence[Conversation]) -> Drafter:
@@ -227,5 +237,4 @@ def _prepared(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_float32_matmul_precision("high")
     main()

@@ -99,14 +99,18 @@ class SeesAnchorFeature(Eagle3):
 
 
 class ForgetsItsState(Eagle3):
-    """Step 2 reads the features again instead of step 1's output, in drafting only."""
+    """Slot 2 reads the features again instead of slot 1's output, in drafting only."""
+
+    features: Tensor | None = None
 
     def propose(self, state, num_slots, sampling, seeds):
-        self.recycle_features = state.fused[:, None][:, 0]
-        return super().propose(state, num_slots, sampling, seeds)
+        self.features = state.fused
+        made = super().propose(state, num_slots, sampling, seeds)
+        self.features = None
+        return made
 
     def _recycle(self, output: Tensor) -> Tensor:
-        return getattr(self, "recycle_features", output)
+        return super()._recycle(output) if self.features is None else self.features
 
 
 class LeaksDocuments(Eagle3):

@@ -234,3 +234,25 @@ def test_a_drafter_is_one_py_and_one_yaml(prepared, tmp_path, monkeypatch):
 def test_recipes_and_debug_modes_override_the_primary_config():
     config = checks.compose_config("train", "prepared=x", "experiment=smollm2_eagle3", "debug=overfit")
     assert (config.limit, config.batch.rows, config.batch.row_tokens) == (1, 1, 512)
+
+
+def test_resume_on_other_data_is_refused(prepared, tmp_path):
+    train(prepared, tmp_path)
+    with pytest.raises(ValueError, match=r"fingerprint\.data"):
+        train(prepared, tmp_path, limit=8, **{"resume": "auto"})
+
+
+def test_a_second_kill_inside_an_accumulation_window_loses_nothing(prepared, tmp_path):
+    """Resuming must not write the step it came from again: its window's gradient would be lost."""
+    keys = {"trainer.accumulate": 2, "trainer.max_steps": 4, "acceptance.every": 0, "trainer.checkpoint_every": 2}
+    train(prepared, tmp_path, **keys)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    before = last.stat().st_mtime_ns
+    train(prepared, tmp_path, **keys)
+    assert last.stat().st_mtime_ns == before
+
+
+def test_a_time_limit_still_leaves_a_measured_drafter(prepared, tmp_path):
+    keys = {"trainer.max_minutes": 0.05, "trainer.max_steps": 5000, "acceptance.every": 0}
+    assert Path(train(prepared, tmp_path, **keys)["drafter"]).exists()
+    assert read_json(tmp_path / "learning_curve.json")[-1]["tokens"] > 0
