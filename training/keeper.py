@@ -56,31 +56,35 @@ class Keeper(Callback):
         self.out, self.acceptance, self.identity, self.data, self.every = out, acceptance, target_identity, data, every
         self.config = plain(config) | {f"fingerprint.{name}": value for name, value in run.items()}
         self.best: dict[str, Any] | None = None
-        self._written = -1
+        self._written = self._now(-1)
         self._stale: list[Path] = []
 
     @property
     def last(self) -> Path:
         return self.out / "checkpoints" / "last.ckpt"
 
+    def _now(self, step: int) -> tuple[int, int]:
+        """What a checkpoint of this moment knows: the optimizer step and that of the newest measurement."""
+        return step, self.acceptance.measured_at
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The step resumed from is written already; writing it again inside a window would lose that window's gradient.
-        self._written = trainer.global_step
+        self._written = self._now(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
-        if step != self._written and (self.acceptance.measured_at == step or step % self.every == 0):
+        if step != self._written[0] and (self.acceptance.measured_at == step or step % self.every == 0):
             self._keep(trainer, pl_module, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A run that its time limit stopped was measured at its last step, not written yet.
-        if trainer.global_step != self._written:
+        # A run that its time limit stopped was measured at its last step, maybe after that step was written.
+        if self._written != self._now(trainer.global_step):
             self._keep(trainer, pl_module, trainer.global_step)
 
     def _keep(self, trainer: Trainer, module: LightningModule, step: int) -> None:
         if self.acceptance.measured_at == step:
             self._keep_best(module, trainer.is_global_zero)
-        self._written = step
+        self._written = self._now(step)
         trainer.save_checkpoint(self.last)
         # Only now does a checkpoint know the new best, so only now may the old one go.
         while self._stale and trainer.is_global_zero:

@@ -252,7 +252,10 @@ def test_a_second_kill_inside_an_accumulation_window_loses_nothing(prepared, tmp
     assert last.stat().st_mtime_ns == before
 
 
-def test_a_time_limit_still_leaves_a_measured_drafter(prepared, tmp_path):
+@pytest.mark.parametrize("checkpoint_every", [1, 4000])
+def test_a_time_limit_still_leaves_a_measured_drafter(prepared, tmp_path, checkpoint_every):
+    """Also when the step at which time is up has been written before it was measured."""
     keys = {"trainer.max_minutes": 0.05, "trainer.max_steps": 5000, "acceptance.every": 0}
+    keys["trainer.checkpoint_every"] = checkpoint_every
     assert Path(train(prepared, tmp_path, **keys)["drafter"]).exists()
     assert read_json(tmp_path / "learning_curve.json")[-1]["tokens"] > 0
