@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data.features import Sample
 from drafters.contract import Batch, answer_anchors
+from drafters.sampling import ANCHOR_STREAM, counter_uniform
 
 
 def pack(lengths: Sequence[int], row_tokens: int, order: Sequence[int]) -> list[list[int]]:
@@ -85,15 +86,18 @@ class Collate:
     """Turns samples of a plan's rows into a Batch.
 
     row_tokens: T. anchor_multiple: A is the largest anchor count of the batch rounded up to this (T on a GPU, where
-    fixed shapes spare recompilation). dtype of the features.
+    fixed shapes spare recompilation). dtype of the features. anchors: at most so many a row, drawn without replacement
+    from those allowed, by the batch's seed (None: all).
     """
 
     row_tokens: int
     anchor_multiple: int = 32
     dtype: torch.dtype = torch.float32
+    anchors: int | None = None
 
-    def __call__(self, rows: Sequence[Sequence[Sample]]) -> Batch:
-        """rows of samples (whole conversations) -> Batch of len(rows) rows. Raises ValueError on an empty batch."""
+    def __call__(self, rows: Sequence[Sequence[Sample]], seed: int = 0, progress: float = 0.0) -> Batch:
+        """rows of samples (whole conversations) -> Batch of len(rows) rows; seed and progress are Batch's. Raises
+        ValueError on an empty batch."""
         first = next((sample for row in rows for sample in row), None)
         if first is None:
             raise ValueError("a batch needs at least one sample")
@@ -112,7 +116,10 @@ class Collate:
                 documents[r, place] = document
                 aux[r, place], last[r, place] = sample.aux, sample.last
                 start = place.stop
-        anchors = gather_anchors(answer_anchors(whole["turns"], documents), self.anchor_multiple)
+        allowed = answer_anchors(whole["turns"], documents)
+        if self.anchors is not None:
+            allowed = draw_anchors(allowed, self.anchors, seed)
+        anchors = gather_anchors(allowed, self.anchor_multiple)
         return Batch(
             tokens=whole["tokens"],
             positions=whole["positions"],
@@ -123,7 +130,22 @@ class Collate:
             top1=whole["top1"],
             lse=lse,
             anchors=anchors,
+            seed=seed,
+            progress=progress,
         )
+
+
+def draw_anchors(allowed: Tensor, count: int, seed: int) -> Tensor:
+    """At most `count` of a row's allowed positions, evenly likely, by (seed, row, position) alone. allowed [B, T] bool
+    -> the same shape. ValueError unless count >= 1."""
+    if count < 1:
+        raise ValueError(f"anchors per row must be at least 1, got {count}")
+    rows, tokens = allowed.shape
+    place = torch.arange(rows)[:, None] * (1 << 20) + torch.arange(tokens)
+    keys = counter_uniform(torch.full_like(place, seed), place, ANCHOR_STREAM)
+    keys = torch.where(allowed, keys, 2.0)
+    chosen = keys.topk(min(count, tokens), dim=1, largest=False).indices
+    return allowed & torch.zeros_like(allowed).scatter_(1, chosen, True)
 
 
 def gather_anchors(allowed: Tensor, multiple: int) -> Tensor:

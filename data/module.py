@@ -77,17 +77,20 @@ class OnlineSource:
 
 
 class Steps(Dataset):
-    """Micro-step -> Batch of this rank's rows; a rank left without rows in a short batch gets rows of padding."""
+    """Micro-step of `total` -> Batch of this rank's rows; a rank left without rows in a short batch gets padding."""
 
-    def __init__(self, source: SampleSource, plan: Plan, collate: Collate, rank: int, ranks: int) -> None:
-        self.source, self.plan, self.collate, self.rank, self.ranks = source, plan, collate, rank, ranks
+    def __init__(
+        self, source: SampleSource, plan: Plan, collate: Collate, total: int, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.source, self.plan, self.collate, self.total = source, plan, collate, total
+        self.rank, self.ranks = rank, ranks
 
     def __getitem__(self, step: int) -> Batch:
         rows = self.plan.batch(step)
         mine = rows[self.rank :: self.ranks]
         samples = iter(self.source.samples([index for row in mine or rows[:1] for index in row]))
-        batch = self.collate([[next(samples) for _ in row] for row in mine or rows[:1]])
-        batch.seed = step * self.ranks + self.rank
+        packed = [[next(samples) for _ in row] for row in mine or rows[:1]]
+        batch = self.collate(packed, seed=step * self.ranks + self.rank, progress=step / self.total)
         if not mine:
             batch.anchors.fill_(-1)
         return batch
@@ -100,8 +103,8 @@ class StepLoader:
     step.
     """
 
-    def __init__(self, steps: Steps, total: int, workers: int) -> None:
-        self.steps, self.total, self.workers, self.position = steps, total, workers, 0
+    def __init__(self, steps: Steps, workers: int) -> None:
+        self.steps, self.total, self.workers, self.position = steps, steps.total, workers, 0
 
     def __len__(self) -> int:
         return self.total
@@ -126,17 +129,24 @@ class StepLoader:
 
 
 class PackedData(LightningDataModule):
-    """Training batches of a sample source, `total` micro-steps of them."""
+    """Training batches of a sample source, `total` micro-steps of them. anchors: drawn a row (None: all)."""
 
-    def __init__(self, source: SampleSource, settings: BatchSettings, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        source: SampleSource,
+        settings: BatchSettings,
+        dtype: str = "float32",
+        anchors: int | None = None,
+    ) -> None:
         super().__init__()
         row_tokens = settings.row_tokens or -(-max(source.lengths) // 64) * 64
         self.source, self.settings = source, settings
         self.plan = Plan(source.lengths, row_tokens, settings.rows, settings.seed)
-        self.collate = Collate(row_tokens, settings.anchor_multiple or row_tokens, DTYPES[dtype])
+        self.collate = Collate(row_tokens, settings.anchor_multiple or row_tokens, DTYPES[dtype], anchors)
         self.total = 0
 
     def train_dataloader(self) -> StepLoader:
         trainer = self.trainer
         rank, ranks = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        return StepLoader(Steps(self.source, self.plan, self.collate, rank, ranks), self.total, self.settings.workers)
+        steps = Steps(self.source, self.plan, self.collate, self.total, rank, ranks)
+        return StepLoader(steps, self.settings.workers)

@@ -55,6 +55,21 @@ class TargetSettings:
     trust_remote_code: bool = False
 
 
+def unused_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int | None:
+    """A token id below `rows` that no rendered text contains, for mask inputs: the tokenizer's own mask token, else the
+    first embedding row beyond the tokenizer, else its last special token that neither has a role nor stands in the chat
+    template. None when there is no such id."""
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    if len(tokenizer) < rows:
+        return len(tokenizer)
+    roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    template = str(tokenizer.chat_template or "")
+    added = tokenizer.added_tokens_decoder.items()
+    free = [i for i, token in added if token.special and i < rows and i not in roles and token.content not in template]
+    return max(free, default=None)
+
+
 class Target:
     """A frozen language model with its tokenizer.
 
@@ -130,6 +145,7 @@ class Target:
             logit_softcap=found.logit_softcap,
             last_block=found.last_block,
             identity=self.identity,
+            mask_token=unused_token(self.tokenizer, len(found.embedding)),
         )
 
     @property

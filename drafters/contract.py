@@ -19,7 +19,7 @@ predicted token (the end of turn counts) and every slot before it.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class TargetParts:
     head: [V, D] output projection; logits = softcap(head @ last * logit_scale + head_bias).
     last_block: tensors of the last decoder layer by their names inside that layer, for warm starts.
     identity: name, weight and tokenizer fingerprints, as written into a drafter's config.json.
+    mask_token: an embedding row that no text of this target contains, for drafters with mask inputs; None when there
+        is no such row.
     """
 
     config: PretrainedConfig
@@ -64,6 +66,7 @@ class TargetParts:
     logit_softcap: float | None = None
     last_block: Callable[[], dict[str, Tensor]] | None = None
     identity: dict[str, Any] | None = None
+    mask_token: int | None = None
 
     def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
         """Target logits of last hidden states. last [..., D]; rows [W] token ids or None for all. Returns [..., W or
@@ -90,7 +93,7 @@ class Batch:
     included). aux [B, T, L, D] chosen layers' outputs, ascending. last [B, T, D] last hidden state after the final
     norm. top1 [B, T] int64: argmax of the target's logits at each position. lse [B, T] float32: log-sum-exp of those
     logits. anchors [B, A] int64 positions in the row, ascending, -1 on padding. seed: the micro-step, for drafters that
-    draw while training.
+    draw while training. progress: share of training done, in [0, 1), for curricula.
     """
 
     tokens: Tensor
@@ -103,10 +106,11 @@ class Batch:
     lse: Tensor
     anchors: Tensor
     seed: int = 0
+    progress: float = 0.0
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move all tensors; cast the features (aux, last) to dtype when given."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seed"}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("seed", "progress")}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         if dtype is not None:
             moved |= {name: moved[name].to(dtype) for name in ("aux", "last")}
@@ -197,11 +201,18 @@ class Drafter(nn.Module, ABC):
     Subclasses are built as `cls(target=TargetParts, vocabulary=DraftVocabulary | None, **model)`; `model` holds plain
     values only (it is written to config.json as `settings()` and rebuilds the drafter alone). Frozen target tensors
     are kept out of the state dict.
+
+    slot_convention: whether slot 1 is read from the anchor's own input row ("anchor_first") or from a mask row at the
+    position it predicts ("fill_in"). mask_token: the input token of mask rows, if there are any. anchors_per_row: how
+    many anchors training draws from each packed row (None: all).
     """
 
     num_slots: int
     needs: Needs
     vocabulary: DraftVocabulary
+    slot_convention: Literal["anchor_first", "fill_in"] = "anchor_first"
+    mask_token: int | None = None
+    anchors_per_row: int | None = None
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -215,6 +226,11 @@ class Drafter(nn.Module, ABC):
     def logits(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:
         """Draft logits for any chunk of slots. hidden [N, D], prev_ids [N] -> [N, W]; row w is target id
         vocabulary.ids[w]."""
+
+    def measures(self) -> "dict[str, Callable[[Any], Tensor]]":
+        """The drafter's own loss terms: name -> function of training.objectives.Scored that gives [n] losses, one a
+        supervised slot. Objectives name them with the prefix `own_`."""
+        return {}
 
     def warm_start(self, target: TargetParts) -> list[str]:
         """Initialise from the target where shapes allow. Returns one line per part that was taken; empty if none."""

@@ -35,8 +35,9 @@ from drafters.contract import (
     default_layers,
     grid,
 )
+from drafters.drafting import choose, take_rows, write_at
 from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings, plain_norm_weight
-from drafters.sampling import DRAFT_STREAM, TRAIN_STREAM, Sampling, counter_uniform, draw
+from drafters.sampling import TRAIN_STREAM, Sampling, counter_uniform
 from drafters.vocabulary import DraftVocabulary
 
 
@@ -108,8 +109,6 @@ class Eagle3(Drafter):
     is there). It stands in for the paper's 0.8^k loss weights at a fraction of the work.
     """
 
-    draft_ids: Tensor
-
     def __init__(
         self,
         target: TargetParts,
@@ -153,7 +152,6 @@ class Eagle3(Drafter):
         )
         self.embedding = SharedEmbedding(target)
         self.rotary = Rotary(config)
-        self.register_buffer("draft_ids", self.vocabulary.ids, persistent=False)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -190,7 +188,7 @@ class Eagle3(Drafter):
         joined, residual = self.midlayer.join(self.fuse(batch.aux)[:, :-1], embedded[:, 1:])
         prefix = self.project(joined, batch.positions[:, :-1])
         rows = (batch.anchors - 1).clamp_min(0)
-        joined, residual = _take(joined, rows), _take(residual, rows)
+        joined, residual = take_rows(joined, rows), take_rows(residual, rows)
         visible, positions = _visible(batch, rows), batch.positions.gather(1, rows)
         chain: list[tuple[Tensor, Tensor]] = []
         hidden, mask, place, output = [], labels.mask.clone(), None, residual
@@ -201,9 +199,9 @@ class Eagle3(Drafter):
                     chosen = _fewer(batch, mask[:, :, k], place, self.keep)
                     place = chosen if place is None else place.gather(1, chosen)
                     mask[:, :, k:] &= torch.zeros_like(mask[:, :, 0]).scatter_(1, place, True)[..., None]
-                    recycled, following = _take(recycled, chosen), _take(following, place)
+                    recycled, following = take_rows(recycled, chosen), take_rows(following, place)
                     chain = [(_pick(key, chosen), _pick(value, chosen)) for key, value in chain]
-                    positions, visible = positions.gather(1, chosen), _take(visible, chosen)
+                    positions, visible = positions.gather(1, chosen), take_rows(visible, chosen)
                 joined, residual = self.midlayer.join(recycled, following)
                 chain.append(self.project(joined, positions + k))
             attended = self._attend(self.query(joined, positions + k), prefix, chain, visible)
@@ -294,7 +292,7 @@ class Eagle3(Drafter):
         _write(state, columns, keys, values)
         end = (lengths - 1).clamp_min(0)[:, None]
         fresh = lengths > 0
-        state.fused = torch.where(fresh[:, None], _take(fused, end)[:, 0], state.fused)
+        state.fused = torch.where(fresh[:, None], take_rows(fused, end)[:, 0], state.fused)
         state.anchor = torch.where(fresh, next_ids.gather(1, end)[:, 0], state.anchor)
         state.length = state.length + lengths
 
@@ -311,19 +309,12 @@ class Eagle3(Drafter):
             output = self.midlayer.finish(residual, attended)[:, 0]
             normed = self.norm(output)
             hidden = self._recycle(output)
-            token, chosen = self._choose(self.logits(normed, token), sampling, seeds, state.length + k + 1)
+            logits = self.logits(normed, token)
+            token, chosen = choose(logits, self.vocabulary, sampling, seeds, state.length + k + 1)
             tokens.append(token)
-            probs.append(chosen)
-        return Proposal(torch.stack(tokens, 1), None if sampling.greedy else torch.stack(probs, 1))
-
-    def _choose(self, logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft token [R] of logits [R, W] for absolute positions [R], and the distribution over V it came from."""
-        if sampling.greedy:
-            return self.draft_ids[logits.argmax(-1)], logits
-        narrow = sampling.probs(logits)
-        wide = narrow.new_zeros(len(logits), self.vocabulary.target_size)
-        wide[:, self.draft_ids] = narrow
-        return self.draft_ids[draw(narrow, counter_uniform(seeds, positions, DRAFT_STREAM))], wide
+            if chosen is not None:
+                probs.append(chosen)
+        return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
 
 
 def _key_shape(config: LlamaConfig) -> tuple[int, int]:
@@ -331,11 +322,6 @@ def _key_shape(config: LlamaConfig) -> tuple[int, int]:
     assert config.num_key_value_heads is not None
     assert config.head_dim is not None
     return config.num_key_value_heads, config.head_dim
-
-
-def _take(values: Tensor, rows: Tensor) -> Tensor:
-    """values [B, T, D] at rows [B, N] -> [B, N, D]."""
-    return values.gather(1, rows[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def _pick(states: Tensor, chosen: Tensor) -> Tensor:
@@ -377,6 +363,5 @@ def _visible(batch: Batch, rows: Tensor) -> Tensor:
 
 def _write(state: DraftState, columns: Tensor, keys: Tensor, values: Tensor) -> None:
     """Put keys and values [R, G, N, d] at columns [R, N] of the state's caches."""
-    index = columns[:, None, :, None].expand_as(keys)
-    state.keys.scatter_(2, index, keys)
-    state.values.scatter_(2, index, values)
+    write_at(state.keys, columns, keys)
+    write_at(state.values, columns, values)

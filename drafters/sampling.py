@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # What a random number is for: no two purposes share one.
-DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM, ANSWER_STREAM = 1, 2, 3, 4, 5
+DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM, ANSWER_STREAM, ANCHOR_STREAM = 1, 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)

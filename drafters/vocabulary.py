@@ -56,6 +56,16 @@ class DraftVocabulary:
     def is_full(self) -> bool:
         return len(self.ids) == self.target_size
 
+    def ids_on(self, device: torch.device) -> Tensor:
+        """`ids` on a device, moved there once."""
+        if device not in self._moved:
+            self._moved[device] = self.ids.to(device)
+        return self._moved[device]
+
+    @cached_property
+    def _moved(self) -> dict[torch.device, Tensor]:
+        return {}
+
     @cached_property
     def d2t(self) -> Tensor:
         """[W] int64 offsets: target id of draft id i is i + d2t[i]."""

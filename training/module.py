@@ -30,6 +30,7 @@ class DrafterModule(LightningModule):
     ) -> None:
         super().__init__()
         self.drafter, self.objective, self.settings, self.total_steps = drafter, objective, optimizer, total_steps
+        objective.measures(drafter)  # an unknown measure is an error before the first step
         self._held = (target,)  # a tuple, so that Lightning neither saves nor moves it
         self.window = Window()
         self.tokens_seen = 0

@@ -26,8 +26,9 @@ class Scored:
 
     logits [n, W] of the drafter. teacher [u, W] the target's logits on the draft vocabulary at u positions, lse [u]
     their log-sum-exp over the whole vocabulary, owner [n] which of the u positions predicts a slot's token. label [n]
-    draft id of the target's most likely token. data [n] draft id of the token in the data. hidden, last [n, D] the
-    drafter's head input and the target's last hidden state.
+    draft id of the target's most likely token. data [n] draft id of the token in the data. prev [n] target id of the
+    token before. hidden [n, H] the drafter's head input, last [n, D] the target's last hidden state. supervised [G, K]
+    where the n slots stand in their group of anchors. progress: share of training done.
     """
 
     logits: Tensor
@@ -36,8 +37,11 @@ class Scored:
     owner: Tensor
     label: Tensor
     data: Tensor
+    prev: Tensor
     hidden: Tensor
     last: Tensor
+    supervised: Tensor
+    progress: float = 0.0
 
     @cached_property
     def logq(self) -> Tensor:
@@ -55,6 +59,11 @@ class Scored:
     def overlap(self) -> Tensor:
         """[n] alpha = sum_v min(p_v, q_v), the chance that rejection sampling keeps a drafted token."""
         return torch.minimum(self.p, self.logq.exp()).sum(-1)
+
+    def in_grid(self, values: Tensor, empty: float = 0.0) -> Tensor:
+        """values [n] of the slots in their group's grid [G, K], `empty` where nothing is supervised."""
+        whole = values.new_full(self.supervised.shape, empty)
+        return whole.masked_scatter(self.supervised, values)
 
 
 def soft_ce(s: Scored) -> Tensor:
@@ -83,6 +92,20 @@ def tv(s: Scored) -> Tensor:
     return 1.0 - s.overlap
 
 
+def l1(s: Scored) -> Tensor:
+    """Sum over v of |p_v - q_v|, twice the total variation (DSpark, arXiv 2607.05147). [n]."""
+    return 2.0 * tv(s)
+
+
+def expected_acceptance(s: Scored) -> Tensor:
+    """1 - prod_{i <= k} alpha_i: the chance that a chain ends before slot k is kept. [n].
+
+    Summed over a chain's slots it is K less the expected accepted length, so its gradient is that of tau under
+    rejection sampling (end-to-end TV). Use it with uniform weights.
+    """
+    return 1.0 - s.in_grid(s.overlap).cumprod(-1)[s.supervised]
+
+
 def lk_alpha(s: Scored) -> Tensor:
     """-log alpha, alpha clamped at 1e-5 (LK losses, arXiv 2602.23881). [n]."""
     return -s.overlap.clamp_min(1e-5).log()
@@ -101,23 +124,25 @@ def smooth_l1(s: Scored) -> Tensor:
 
 
 MEASURES: dict[str, Callable[[Scored], Tensor]] = {
-    f.__name__: f for f in (soft_ce, hard_ce, data_ce, kl, tv, lk_alpha, lk_lambda, smooth_l1)
+    f.__name__: f for f in (soft_ce, hard_ce, data_ce, kl, tv, l1, expected_acceptance, lk_alpha, lk_lambda, smooth_l1)
 }
+OWN = "own_"
 
 
 @dataclass(frozen=True)
 class SlotWeights:
     """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma). geometric: beta^(k-1). dpace: how much the
-    expected accepted length depends on the slot (arXiv 2605.18810), from the drafter's own probabilities, detached.
+    expected accepted length depends on the slot (arXiv 2605.18810), from the drafter's own probabilities, detached;
+    dpace_reach: only how likely the slot is reached; dpace_future: only what is gained after it.
     """
 
-    kind: Literal["uniform", "exponential", "geometric", "dpace"] = "uniform"
+    kind: Literal["uniform", "exponential", "geometric", "dpace", "dpace_reach", "dpace_future"] = "uniform"
     gamma: float = 4.0
     beta: float = 0.8
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        allowed = ("uniform", "exponential", "geometric", "dpace")
+        allowed = ("uniform", "exponential", "geometric", *DPACE)
         if self.kind not in allowed:
             raise ValueError(f"slot weights kind must be one of {', '.join(allowed)}, got {self.kind!r}")
 
@@ -131,32 +156,47 @@ class SlotWeights:
     def of(self, confidence: Tensor, supervised: Tensor) -> Tensor:
         """Weights [A, K] of slots whose label the drafter gives probability `confidence` [A, K] (detached)."""
         static = self.static(supervised.shape[1], supervised.device)
-        return dpace(confidence, supervised, self.alpha) if self.kind == "dpace" else static * supervised
+        if self.kind in DPACE:
+            return dpace(confidence, supervised, self.alpha, DPACE[self.kind])
+        return static * supervised
 
 
-def dpace(confidence: Tensor, supervised: Tensor, alpha: float = 0.5) -> Tensor:
-    """w_k = sum_{j >= k} P_j, P_j = prod_{i <= j} s_i, s = (1 - alpha) confidence + alpha (arXiv 2605.18810). [A,
-    K]."""
+Pace = Literal["whole", "reach", "future"]
+DPACE: dict[str, Pace] = {"dpace": "whole", "dpace_reach": "reach", "dpace_future": "future"}
+
+
+def dpace(confidence: Tensor, supervised: Tensor, alpha: float = 0.5, part: Pace = "whole") -> Tensor:
+    """w_k = sum_{j >= k} P_j, P_j = prod_{i <= j} s_i, s = (1 - alpha) confidence + alpha (arXiv 2605.18810). [A, K].
+
+    w_k is the product of P_k ("reach") and sum_{j >= k} P_j / P_k ("future"), the paper's two ablations.
+    """
     smoothed = torch.where(supervised, (1 - alpha) * confidence + alpha, torch.ones_like(confidence))
     reach = smoothed.cumprod(-1) * supervised
-    return reach.flip(-1).cumsum(-1).flip(-1) * supervised
+    whole = reach.flip(-1).cumsum(-1).flip(-1)
+    values = {"whole": whole, "reach": reach, "future": whole / reach.clamp_min(1e-12)}[part]
+    return values * supervised
 
 
 @dataclass(frozen=True)
 class Objective:
     """A mixture of measures with slot weights.
 
-    terms: measure name -> coefficient. weights: keyword arguments of SlotWeights. chunk: slots per chunk (memory only).
+    terms: measure name -> coefficient; `own_NAME` is the drafter's measure NAME. weights: keyword arguments of
+    SlotWeights. unweighted: terms whose slots all weigh the same: the mean of the static weights, so that their
+    coefficient stands in proportion to the others'. chunk: slots per chunk (memory only).
     """
 
     terms: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
     weights: dict[str, Any] = field(default_factory=dict)
+    unweighted: tuple[str, ...] = ()
     chunk: int = 2048
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.terms) - set(MEASURES))
+        unknown = sorted(name for name in self.terms if name not in MEASURES and not name.startswith(OWN))
         if unknown or not self.terms:
             raise ValueError(f"objective terms must be of {', '.join(MEASURES)}; got {', '.join(unknown) or 'none'}")
+        if stray := sorted(set(self.unweighted) - set(self.terms)):
+            raise ValueError(f"objective unweighted names {', '.join(stray)}, not among its terms")
         try:
             SlotWeights(**self.weights)
         except TypeError as error:
@@ -165,6 +205,22 @@ class Objective:
     @property
     def slot_weights(self) -> SlotWeights:
         return SlotWeights(**self.weights)
+
+    def measures(self, drafter: Drafter) -> dict[str, Callable[[Scored], Tensor]]:
+        """The functions behind the terms. ValueError names a measure that this drafter does not have."""
+        known = MEASURES | {OWN + name: measure for name, measure in drafter.measures().items()}
+        if unknown := sorted(set(self.terms) - set(known)):
+            raise ValueError(
+                f"{type(drafter).__name__} has no measure {', '.join(unknown)}; objective terms: {', '.join(known)}"
+            )
+        return {name: known[name] for name in self.terms}
+
+    def mix(self, losses: list[Tensor], weights: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+        """Weighted sum of all terms, and each term's own weighted sum. losses: [n] of each term; weights [n]."""
+        even = self.slot_weights.static(num_slots, weights.device).mean()
+        scales = [even if name in self.unweighted else weights for name in self.terms]
+        parts = torch.stack([(values * scale).sum() for values, scale in zip(losses, scales, strict=True)])
+        return (parts * parts.new_tensor(list(self.terms.values()))).sum(), parts
 
 
 @dataclass
@@ -214,9 +270,7 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     """The objective's sums over one batch's supervised slots; `loss` carries gradient to the drafter."""
     device, num_slots = slots.hidden.device, slots.hidden.shape[2]
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(device), objective)
-    scorer = _Scorer(
-        drafter, _narrowed(target, drafter), labels, objective, batch.last.flatten(0, 1), batch.lse.flatten()
-    )
+    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, batch)
     groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, objective.chunk // num_slots))
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     loss, sums = _ChunkedSum.apply(slots.hidden.flatten(0, 1), scorer, groups, *parameters)
@@ -239,38 +293,48 @@ def _narrowed(target: TargetParts, drafter: Drafter) -> TargetParts:
 
 @dataclass
 class _Scorer:
-    """Scores the supervised slots of a group of anchors. last [B * T, D], lse [B * T]."""
+    """Scores the supervised slots of a group of anchors."""
 
     drafter: Drafter
     target: TargetParts
     labels: Labels
     objective: Objective
-    last: Tensor
-    lse: Tensor
+    batch: Batch
 
     def score(self, hidden: Tensor, group: Tensor) -> tuple[Scored, Tensor]:
         """hidden [G, K, D] of the group's anchors -> their supervised slots and where those stand [G, K]."""
         labels, supervised = self.labels, self.labels.supervised[group]
-        where = labels.where[group][supervised]
+        last, where = self.batch.last.flatten(0, 1), labels.where[group][supervised]
         with torch.no_grad():
             positions, owner = where.unique(return_inverse=True)
-            teacher = self.target.logits(self.last[positions])
-        states = hidden[supervised]
-        logits = self.drafter.logits(states, labels.prev_ids[group][supervised])
-        label, data = labels.label[group][supervised], labels.data[group][supervised]
-        return Scored(logits, teacher, self.lse[positions], owner, label, data, states, self.last[where]), supervised
+            teacher = self.target.logits(last[positions])
+        states, prev = hidden[supervised], labels.prev_ids[group][supervised]
+        scored = Scored(
+            logits=self.drafter.logits(states, prev),
+            teacher=teacher,
+            lse=self.batch.lse.flatten()[positions],
+            owner=owner,
+            label=labels.label[group][supervised],
+            data=labels.data[group][supervised],
+            prev=prev,
+            hidden=states,
+            last=last[where],
+            supervised=supervised,
+            progress=self.batch.progress,
+        )
+        return scored, supervised
 
     def sums(self, hidden: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted loss of one group, and [terms + 4 K] sums: each measure, offered, kept, overlap, supervised."""
         scored, supervised = self.score(hidden, group)
-        confidence = torch.zeros(supervised.shape, device=supervised.device)
-        confidence[supervised] = scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp()
+        confidence = scored.in_grid(scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp())
         weights = self.objective.slot_weights.of(confidence, supervised)[supervised]
         losses = []
-        for name in self.objective.terms:
-            losses.append((MEASURES[name](scored) * weights).sum())
-        parts = torch.stack(losses)
-        loss = (parts * parts.new_tensor(list(self.objective.terms.values()))).sum()
+        for measure in self.objective.measures(
+            self.drafter
+        ).values():  # no comprehension: one frame less to the measure
+            losses.append(measure(scored))
+        loss, parts = self.objective.mix(losses, weights, supervised.shape[1])
         with torch.no_grad():
             hit = torch.zeros_like(supervised)
             hit[supervised] = scored.logits.argmax(-1) == scored.label
@@ -326,20 +390,24 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
     loss."""
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(slots.hidden.device), objective)
     hidden = slots.hidden.flatten(0, 1)
-    anchors, num_slots, width = hidden.shape
     last = batch.last.flatten(0, 1)[labels.where].flatten(0, 1)
     everything = target.logits(last).float()
+    logits = drafter.logits(hidden.flatten(0, 1), labels.prev_ids.flatten())
+    kept = labels.supervised.flatten()
     scored = Scored(
-        drafter.logits(hidden.flatten(0, 1), labels.prev_ids.flatten()),
-        everything[:, drafter.vocabulary.ids.to(last.device)],
-        everything.logsumexp(-1),
-        torch.arange(len(everything), device=last.device),
-        labels.label.flatten(),
-        labels.data.flatten(),
-        hidden.flatten(0, 1),
-        last,
+        logits=logits[kept],
+        teacher=everything[kept][:, drafter.vocabulary.ids.to(last.device)],
+        lse=everything.logsumexp(-1)[kept],
+        owner=torch.arange(int(kept.sum()), device=last.device),
+        label=labels.label.flatten()[kept],
+        data=labels.data.flatten()[kept],
+        prev=labels.prev_ids.flatten()[kept],
+        hidden=hidden.flatten(0, 1)[kept],
+        last=last[kept],
+        supervised=labels.supervised,
+        progress=batch.progress,
     )
-    confidence = scored.logq.detach().gather(-1, scored.label[:, None]).exp().view(anchors, num_slots)
-    weights = objective.slot_weights.of(confidence, labels.supervised).flatten()
-    losses = torch.stack([c * MEASURES[name](scored) for name, c in objective.terms.items()]).sum(0)
-    return torch.where(weights > 0, losses * weights, 0.0).sum()
+    confidence = scored.in_grid(scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp())
+    weights = objective.slot_weights.of(confidence, labels.supervised)[labels.supervised]
+    losses = [measure(scored) for measure in objective.measures(drafter).values()]
+    return objective.mix(losses, weights, hidden.shape[1])[0]

@@ -115,7 +115,7 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
     drafter = build_drafter(chosen, target, conversations)
     source = feature_source(batches, prepared, target, drafter, conversations)
-    data = PackedData(source, batches)
+    data = PackedData(source, batches, anchors=drafter.anchors_per_row)
     steps = trainer_settings.max_steps or -(-data.plan.steps(trainer_settings.epochs) // trainer_settings.accumulate)
     data.total = steps * trainer_settings.accumulate
     module = DrafterModule(drafter, target.parts, objective, optimizer, steps)
@@ -146,6 +146,10 @@ def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequen
         )
     drafter: Drafter = instantiate(chosen.model, _partial_=True, _convert_="all")(target=parts, vocabulary=vocabulary)
     drafter.to(target.device)
+    if drafter.mask_token is not None and any(drafter.mask_token in one.tokens for one in conversations):
+        raise ValueError(
+            f"mask token {drafter.mask_token} stands in the training data: choose an id that no text contains"
+        )
     if chosen.warm_start:
         for line in drafter.warm_start(parts):
             console.print(f"warm start: {line}", style="dim")

@@ -19,6 +19,8 @@ WEIGHTS = [
     {"kind": "exponential", "gamma": 4},
     {"kind": "geometric", "beta": 0.8},
     {"kind": "dpace"},
+    {"kind": "dpace_reach"},
+    {"kind": "dpace_future"},
 ]
 
 
@@ -91,7 +93,8 @@ def grid_anchors(batch) -> int:
 def scored(logits: list[float], teacher: list[float], label: int = 0) -> Scored:
     z, t = torch.tensor([logits]), torch.tensor([teacher])
     index, state = torch.tensor([label]), torch.zeros(1, 2)
-    return Scored(z, t, t.logsumexp(-1), torch.tensor([0]), index, index, state, state)
+    one = torch.ones(1, 1, dtype=torch.bool)
+    return Scored(z, t, t.logsumexp(-1), torch.tensor([0]), index, index, index, state, state, one)
 
 
 def test_measures_by_hand():
