@@ -1,6 +1,5 @@
 """What drafters share when they draft: choosing a token with its exact distribution, and a state's caches."""
 
-import torch
 from torch import Tensor
 
 from drafters.sampling import DRAFT_STREAM, Sampling, counter_uniform, draw

@@ -330,9 +330,7 @@ class _Scorer:
         confidence = scored.in_grid(scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp())
         weights = self.objective.slot_weights.of(confidence, supervised)[supervised]
         losses = []
-        for measure in self.objective.measures(
-            self.drafter
-        ).values():  # no comprehension: one frame less to the measure
+        for measure in self.objective.measures(self.drafter).values():  # a comprehension would be one more frame
             losses.append(measure(scored))
         loss, parts = self.objective.mix(losses, weights, supervised.shape[1])
         with torch.no_grad():
