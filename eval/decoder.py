@@ -14,7 +14,7 @@ Letters in shapes: R requests still running, S requests of the group, K slots, L
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -57,6 +57,7 @@ class Generation:
     emitted: tokens of each round that stand in `tokens`. accepted: how many of those were drafted. proposed: slots that
     were scored: K, or, where the answer ended at an accepted draft (end of turn or max_new_tokens), the slots up to it.
     verified: drafts that verification accepted in each round before the answer's end cut it; engines count these.
+    confidences: the drafter's own estimates by slot, one list of K a round; empty when it gives none.
     stopped: whether an end of turn ended it.
     """
 
@@ -65,6 +66,7 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
+    confidences: list[list[float]] = field(default_factory=list)
     stopped: bool = False
 
 
@@ -98,11 +100,13 @@ def generate(
     settings: DecodeSettings,
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
+    watch: Callable[[int, int], None] | None = None,
 ) -> list[Generation]:
     """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
 
     A request's tokens do not depend on the others in its group, up to the rounding of batched kernels. seeds: one per
     prompt; by default settings.seed + its index. clock: filled when given (a GPU is then waited for at every stage).
+    watch: called after each round, outside the clock, with the requests that ended and the tokens that were written.
     ValueError for an empty prompt, one that leaves no room in the target's positions, or a target without plain KV
     cache.
     """
@@ -119,7 +123,7 @@ def generate(
     try:
         for start in range(0, len(order), settings.batch_size):
             chosen = order[start : start + settings.batch_size]
-            group = _Group(target, drafter, settings, clock)
+            group = _Group(target, drafter, settings, clock, watch)
             group.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
     finally:
         if drafter is not None:
@@ -130,11 +134,19 @@ def generate(
 class _Group:
     """Requests that are decoded together until the last has ended; those that end earlier leave the target's batch."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, settings: DecodeSettings, clock: Clock | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        settings: DecodeSettings,
+        clock: Clock | None,
+        watch: Callable[[int, int], None] | None,
+    ) -> None:
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_slots = settings.num_slots if drafter is not None else 0
         self.layers = drafter.needs.layers if drafter is not None else ()
-        self.clock = clock
+        self.clock, self.watch = clock, watch
+        self.reported = (0, 0)
         self.ends = set(target.eos_ids)
         parameter = None if drafter is None else next(drafter.parameters(), None)
         self.like = parameter if parameter is not None else torch.empty(0, device=target.device, dtype=target.dtype)
@@ -168,8 +180,17 @@ class _Group:
         del features
         with self.timed("rest"):
             self._drop_ended()
+        self._report()
         while self.alive:
             self._round()
+            self._report()
+
+    def _report(self) -> None:
+        """Tell the watcher what came since the last time."""
+        if self.watch is not None:
+            now = len(self.results) - len(self.alive), sum(len(result.tokens) for result in self.results)
+            self.watch(now[0] - self.reported[0], now[1] - self.reported[1])
+            self.reported = now
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Features, Tensor]:
         """Read the prompts, padded on the left. Features [S, T, ...] and mask [S, T]."""
@@ -238,6 +259,9 @@ class _Group:
             accepted = [row[0] for row in found]
             for row, result_row in zip(found, self.alive, strict=True):
                 self._record(self.results[result_row], row[1 : row[0] + 2], row[0])
+            if proposal.confidences is not None:
+                for given, result_row in zip(proposal.confidences.tolist(), self.alive, strict=True):
+                    self.results[result_row].confidences.append(given)
             self.cache.keep([count + 1 for count in accepted], num_slots + 1)
             self.anchors = verdict.tokens.gather(1, verdict.accepted[:, None]).squeeze(1).to(device)
             running = any(not self._ended(self.results[row]) for row in self.alive)
@@ -253,11 +277,12 @@ class _Group:
             return Proposal(self.anchors.new_empty(len(self.anchors), 0))
         seeds = self.all_seeds.to(self.like.device)
         proposal = self.drafter.propose(self.state, self.num_slots, self.settings.sampling, seeds)
-        tokens, probs = proposal.tokens, proposal.probs
+        tokens, probs, confidences = proposal.tokens, proposal.probs, proposal.confidences
         if len(self.alive) < len(self.all_seeds):
             rows = torch.tensor(self.alive, device=tokens.device)
             tokens, probs = tokens[rows], None if probs is None else probs[rows]
-        return Proposal(tokens.to(self.target.device), probs)
+            confidences = None if confidences is None else confidences[rows]
+        return Proposal(tokens.to(self.target.device), probs, confidences)
 
     def _verify(self, last: Tensor, proposal: Proposal, positions: Tensor) -> Verdict:
         """last [R, K+1, D], anchors at positions [R]."""

@@ -3,6 +3,7 @@
     headstart eval drafter_dir=... target=smollm2 prompts=builtin|FILE.jsonl num_slots=5 max_new_tokens=128
     python -m eval.evaluate ...
 
+`replay=true` measures greedy tau alone, against the target's recorded answers: fast, and without speed (eval.replay).
 Prompts are rendered by the target's chat template. Each domain is decoded by itself, so that speed is known by domain.
 """
 
@@ -17,7 +18,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, machine, record, settings
@@ -27,9 +27,13 @@ from data.sources import SourceSettings, read_jsonl
 from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.sampling import Sampling
+from eval.calibration import Calibration, Rounds, calibrate, save_calibration
 from eval.decoder import Clock, DecodeSettings, Generation, generate
 from eval.lossless import Difference, compare
 from eval.metrics import Acceptance, Work, acceptance, speed
+from eval.progress import Watch
+from eval.recording import Question, kept
+from eval.replayed import Replayed, measure_replay
 from eval.report import Part, Report
 
 WARM_UP_TOKENS = 8
@@ -59,10 +63,24 @@ class EvalSettings:
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p)
 
+    def plain_decoding(self) -> DecodeSettings:
+        """Settings of the loop without a drafter."""
+        return DecodeSettings(1, self.max_new_tokens, self.batch_size, self.sampling, self.seed)
+
     def decoding(self, drafter: Drafter) -> DecodeSettings:
         """Settings of the decoding loop; ValueError on values out of range."""
         slots = self.num_slots if self.num_slots is not None else drafter.num_slots
         return DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Answers without a drafter, and the work they took, of one domain. rendered, settings: what was decoded, how."""
+
+    rendered: list[list[int]]
+    settings: DecodeSettings
+    answers: list[Generation]
+    work: Work
 
 
 @dataclass
@@ -109,32 +127,30 @@ def evaluate(
     prompts: Sequence[Prompt],
     settings: EvalSettings,
     console: Console | None = None,
+    plain: Mapping[str, Baseline] | None = None,
 ) -> Report:
     """Decode all prompts with and (baseline) without the drafter in this process; figures overall and by domain.
 
-    A prompt's random seed depends on its id and settings.seed alone. ValueError without prompts, or on equal ids.
+    plain: the baseline by domain when this process has it already (see `baselines`). A prompt's random seed depends on
+    its id and settings.seed alone. ValueError without prompts, or on equal ids.
     """
-    prompts = limited(prompts, settings.limit)
-    if not prompts:
-        raise ValueError("evaluation needs at least one prompt")
-    if len({prompt.id for prompt in prompts}) != len(prompts):
-        raise ValueError("prompt ids must differ: a prompt's random seed comes from its id")
-    decoding = settings.decoding(drafter)
+    prompts = checked(prompts, settings)
+    decoding, plain = settings.decoding(drafter), dict(plain or {})
     started = time.perf_counter()
-    template = Template(target.tokenizer, settings.thinking, target.eos_ids)
-    rendered = {prompt.id: template.prompt(prompt.messages) for prompt in prompts}
-    _warm_up(target, drafter, rendered[prompts[0].id], decoding, settings.baseline)
+    rendered = render(target, prompts, settings)
+    fresh = settings.baseline and not plain
+    _warm_up(target, (drafter, None) if fresh else (drafter,), rendered[prompts[0].id], decoding)
     done: list[_Answers] = []
     seconds = {"prepare": time.perf_counter() - started}
-    with _progress(console) as progress:
-        task = progress.add_task("decoding", total=len(prompts) * (2 if settings.baseline else 1))
-        for domain in sorted({prompt.domain for prompt in prompts}):
-            own = [prompt for prompt in prompts if prompt.domain == domain]
-            answers = _decode(target, drafter, own, rendered, decoding)
-            progress.advance(task, len(own))
+    with Watch(len(prompts) * (2 if fresh else 1), console) as watch:
+        for domain, own in by_domain(prompts).items():
+            watch.pass_ = f"{domain}, with the drafter"
+            answers = _decode(target, drafter, own, rendered, decoding, watch)
+            if fresh:
+                watch.pass_ = f"{domain}, without"
+                plain[domain] = _decode_plain(target, own, rendered, settings.plain_decoding(), watch)
             if settings.baseline:
-                _decode_plain(target, answers, decoding)
-                progress.advance(task, len(own))
+                _join(answers, plain[domain], settings.plain_decoding())
             done.append(answers)
     seconds["drafter"] = sum(sum(one.work.seconds.values()) for one in done)
     if settings.baseline:
@@ -149,12 +165,57 @@ def evaluate(
         differences=differences,
         seconds=seconds,
         example=_example(target, done[0]),
+        calibration=_calibration(done),
         settings=asdict(settings)
         | {"num_slots": decoding.num_slots, "dtype": str(target.dtype).removeprefix("torch.")},
         target=dict(target.identity),
-        drafter={"architecture": type(drafter).__module__.rsplit(".", 1)[-1], "settings": drafter.settings()},
+        drafter=drafter_words(drafter),
         machine=machine(),
     )
+
+
+def baselines(
+    target: Target, prompts: Sequence[Prompt], settings: EvalSettings, console: Console | None = None
+) -> dict[str, Baseline]:
+    """Decode all prompts without a drafter, by domain: once for all drafters that `evaluate` then measures in this
+    process."""
+    prompts = checked(prompts, settings)
+    decoding, rendered = settings.plain_decoding(), render(target, prompts, settings)
+    _warm_up(target, (None,), rendered[prompts[0].id], decoding)
+    found = {}
+    with Watch(len(prompts), console) as watch:
+        for domain, own in by_domain(prompts).items():
+            watch.pass_ = f"{domain}, without"
+            found[domain] = _decode_plain(target, own, rendered, decoding, watch)
+    return found
+
+
+def checked(prompts: Sequence[Prompt], settings: EvalSettings) -> list[Prompt]:
+    """The prompts to measure on. ValueError without prompts, or on equal ids."""
+    prompts = limited(prompts, settings.limit)
+    if not prompts:
+        raise ValueError("evaluation needs at least one prompt")
+    if len({prompt.id for prompt in prompts}) != len(prompts):
+        raise ValueError("prompt ids must differ: a prompt's random seed comes from its id")
+    return prompts
+
+
+def render(target: Target, prompts: Sequence[Prompt], settings: EvalSettings) -> dict[str, list[int]]:
+    """Token ids by prompt id, through the target's chat template."""
+    template = Template(target.tokenizer, settings.thinking, target.eos_ids)
+    return {prompt.id: template.prompt(prompt.messages) for prompt in prompts}
+
+
+def questions(target: Target, prompts: Sequence[Prompt], settings: EvalSettings) -> list[Question]:
+    """The prompts to measure on as a recording asks them."""
+    chosen = checked(prompts, settings)
+    rendered = render(target, chosen, settings)
+    return [Question(prompt.domain, rendered[prompt.id]) for prompt in chosen]
+
+
+def by_domain(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Prompts by domain, domains in alphabetical order."""
+    return {name: [p for p in prompts if p.domain == name] for name in sorted({p.domain for p in prompts})}
 
 
 def limited(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
@@ -200,26 +261,46 @@ def prompt_seed(name: str, seed: int) -> int:
 
 
 def _decode(
-    target: Target, drafter: Drafter, prompts: list[Prompt], rendered: dict[str, list[int]], decoding: DecodeSettings
+    target: Target,
+    drafter: Drafter,
+    prompts: list[Prompt],
+    rendered: dict[str, list[int]],
+    decoding: DecodeSettings,
+    watch: Watch,
 ) -> _Answers:
     ids = [prompt.id for prompt in prompts]
     tokens, clock = [rendered[name] for name in ids], Clock(target.device)
-    drafted = generate(target, drafter, tokens, decoding, clock, [prompt_seed(name, decoding.seed) for name in ids])
+    seeds = [prompt_seed(name, decoding.seed) for name in ids]
+    drafted = generate(target, drafter, tokens, decoding, clock, seeds, watch)
     return _Answers(prompts[0].domain, ids, tokens, drafted, Work.of(drafted, clock.seconds))
 
 
-def _decode_plain(target: Target, answers: _Answers, decoding: DecodeSettings) -> None:
-    clock = Clock(target.device)
-    seeds = [prompt_seed(name, decoding.seed) for name in answers.ids]
-    answers.plain = generate(target, None, answers.rendered, decoding, clock, seeds)
-    answers.plain_work = Work.of(answers.plain, clock.seconds)
+def _decode_plain(
+    target: Target, prompts: list[Prompt], rendered: dict[str, list[int]], decoding: DecodeSettings, watch: Watch
+) -> Baseline:
+    tokens, clock = [rendered[prompt.id] for prompt in prompts], Clock(target.device)
+    seeds = [prompt_seed(prompt.id, decoding.seed) for prompt in prompts]
+    answers = generate(target, None, tokens, decoding, clock, seeds, watch)
+    return Baseline(tokens, decoding, answers, Work.of(answers, clock.seconds))
 
 
-def _warm_up(target: Target, drafter: Drafter, prompt: list[int], decoding: DecodeSettings, baseline: bool) -> None:
+def _join(answers: _Answers, plain: Baseline, decoding: DecodeSettings) -> None:
+    """Put a domain's baseline beside its answers; ValueError when it is that of other prompts or settings."""
+    if plain.rendered != answers.rendered or plain.settings != decoding:
+        raise ValueError(f"the baseline of {answers.domain} was decoded from other prompts or with other settings")
+    answers.plain, answers.plain_work = plain.answers, plain.work
+
+
+def _warm_up(target: Target, drafters: Sequence[Drafter | None], prompt: list[int], decoding: DecodeSettings) -> None:
     """A few untimed tokens, so that first-call costs fall on neither side."""
     short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
-    for one in (drafter, None) if baseline else (drafter,):
+    for one in drafters:
         generate(target, one, [prompt], short)
+
+
+def _calibration(done: Sequence[_Answers]) -> Calibration | None:
+    found = Rounds.of(generation for one in done for generation in one.drafted)
+    return None if found is None else calibrate(found)
 
 
 def _differences(target: Target, done: list[_Answers]) -> list[Difference]:
@@ -253,21 +334,23 @@ def _example(target: Target, answers: _Answers) -> dict[str, Any]:
     }
 
 
-def _progress(console: Console | None) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console or Console(stderr=True, force_jupyter=False), transient=True)
-
-
-def run(config: DictConfig, folder: Path) -> Report:
+def run(config: DictConfig, folder: Path) -> Report | Replayed:
     """Evaluate as configured; writes report.json, plots and run.json into folder, prints the table."""
     own = [key.name for key in fields(EvalSettings)]
-    known_groups(config, "drafter_dir", "prompts", "target", *own)
+    known_groups(config, "drafter_dir", "prompts", "target", "replay", "recording", "calibrate", *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts)
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter = load_drafter(drafter_dir, target.parts)
-    report = replace(evaluate(target, drafter, prompts, measured), drafter_dir=str(drafter_dir))
+    report: Report | Replayed
+    if config.replay:
+        recording = None if config.recording is None else Path(config.recording).expanduser()
+        report = evaluate_replay(target, drafter, prompts, measured, recording, {"drafter_dir": str(drafter_dir)})
+    else:
+        report = replace(evaluate(target, drafter, prompts, measured), drafter_dir=str(drafter_dir))
+    if config.calibrate:
+        _keep_calibration(drafter_dir, report, measured.sampling)
     record(folder, config, target=target.identity)
     path = report.write(folder)
     console = Console()
@@ -276,11 +359,53 @@ def run(config: DictConfig, folder: Path) -> Report:
     return report
 
 
+def evaluate_replay(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    settings: EvalSettings,
+    recording: Path | None = None,
+    about: dict[str, Any] | None = None,
+) -> Replayed:
+    """Greedy tau against the target's recorded answers; the target runs only to record them, once.
+
+    recording: file that keeps them, made when missing. about: further keys of the report. ValueError when the settings
+    sample, or the file is another target's or another prompt set's.
+    """
+    if not settings.sampling.greedy:
+        raise ValueError(f"a replay is greedy: temperature must be 0 with replay=true, got {settings.temperature}")
+    asked = questions(target, prompts, settings)
+    with Watch(len(asked)) as watch:
+        watch.pass_ = "recording answers"
+        layers, size = drafter.needs.layers, settings.batch_size
+        answers = kept(recording, target, asked, layers, settings.max_new_tokens, size, watch)
+    slots = settings.decoding(drafter).num_slots
+    said = {
+        "settings": asdict(settings) | {"num_slots": slots, "dtype": str(target.dtype).removeprefix("torch.")},
+        "target": dict(target.identity),
+        "drafter": drafter_words(drafter),
+        "machine": machine(),
+    }
+    return measure_replay(drafter, answers, slots, (about or {}) | said)
+
+
+def drafter_words(drafter: Drafter) -> dict[str, Any]:
+    """What a report says of a drafter."""
+    return {"architecture": type(drafter).__module__.rsplit(".", 1)[-1], "settings": drafter.settings()}
+
+
+def _keep_calibration(drafter_dir: Path, report: Report | Replayed, sampling: Sampling) -> None:
+    """Write the fitted temperatures beside the head; ValueError when it gives no confidences."""
+    if report.calibration is None:
+        raise ValueError(f"calibrate=true: the drafter in {drafter_dir} gives no confidences to calibrate")
+    save_calibration(drafter_dir, report.calibration, asdict(sampling))
+
+
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="eval")
 def main(config: DictConfig) -> None:
     """`headstart eval`: exit status 1 when the greedy output is not the target's own."""
     report = run(config, Path(HydraConfig.get().runtime.output_dir))
-    if report.greedy_identical is False:
+    if isinstance(report, Report) and report.greedy_identical is False:
         raise SystemExit(1)
 
 

@@ -10,6 +10,8 @@ tau_verified   1 + drafts accepted by verification / rounds, before an answer's 
 break-even tau (draft + verify + rest) seconds per round / baseline seconds per round: a drafter with a smaller tau
                makes decoding slower. Rounds are counted per request, prefill is left out on both sides.
 tokens/s       new tokens (the first included) / all seconds (prefill included)
+draft ms       milliseconds in the drafter / rounds, reading the prompt included; verify ms: in the target's passes.
+               Rounds are counted per request, so both fall as the batch grows
 speedup        tokens/s with drafter / tokens/s without, same process, prompts and batch size
 """
 
@@ -106,20 +108,25 @@ class Speed:
     baseline_tokens_per_s: float | None = None
     speedup: float | None = None
     break_even_tau: float | None = None
+    draft_ms: float | None = None
+    verify_ms: float | None = None
 
 
 def speed(work: Work, baseline: Work | None) -> Speed:
     """Speed of a pass. split: share of its seconds by stage, sums to 1."""
     total = sum(work.seconds.values())
     split = {name: _ratio(seconds, total) for name, seconds in work.seconds.items()}
+    draft_ms, verify_ms = (1000 * _ratio(work.seconds[name], work.rounds) for name in ("draft", "verify"))
     if baseline is None:
-        return Speed(work.tokens_per_s, split)
+        return Speed(work.tokens_per_s, split, draft_ms=draft_ms, verify_ms=verify_ms)
     return Speed(
         tokens_per_s=work.tokens_per_s,
         split=split,
         baseline_tokens_per_s=baseline.tokens_per_s,
         speedup=_ratio(work.tokens_per_s, baseline.tokens_per_s),
         break_even_tau=_ratio(work.seconds_per_round, baseline.seconds_per_round),
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
     )
 
 

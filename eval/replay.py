@@ -3,7 +3,7 @@
 Greedy speculative decoding emits the target's own greedy answer whatever the drafter says, so the features and tokens
 that verification would produce are known once the answer is. Replaying drafts for real (observe, propose, compare)
 and gives the same tau, round by round, as the full decoding loop; only the target's work is spared. Training uses it
-at every interval.
+at every interval; `eval.recording` keeps the answers.
 """
 
 from collections import defaultdict
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drafters.contract import Drafter
 from drafters.sampling import Sampling
+from eval.calibration import Rounds
 
 
 @dataclass
@@ -35,12 +36,29 @@ class Trajectory:
 @dataclass
 class Acceptance:
     """tau overall and by domain (emitted tokens per round, bonus included), alpha_k [K] conditional acceptance,
-    rounds."""
+    rounds. confident: the rounds with the drafter's confidences, None when it gives none."""
 
     tau: float
     domains: dict[str, float]
     alpha: list[float]
     rounds: int
+    confident: Rounds | None = None
+
+    @property
+    def accepted(self) -> float:
+        return self.tau - 1
+
+
+@dataclass
+class _Round:
+    """One round. answer: number of its trajectory. accepted: drafts that agree with the answer. room: tokens left to
+    emit. confidences: by slot, None without."""
+
+    domain: str
+    answer: int
+    accepted: int
+    room: int
+    confidences: list[float] | None
 
 
 @torch.no_grad()
@@ -55,14 +73,18 @@ def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int,
     emitted: dict[str, int] = defaultdict(int)
     rounds: dict[str, int] = defaultdict(int)
     offered, kept = [0] * num_slots, [0] * num_slots
-    order = sorted(trajectories, key=lambda one: len(one.tokens))
+    confident: list[_Round] = []
+    order = sorted(range(len(trajectories)), key=lambda index: len(trajectories[index].tokens))
     for start in range(0, len(order), batch_size):
-        for domain, accepted, room in _rounds(drafter, order[start : start + batch_size], num_slots):
-            rounds[domain] += 1
-            emitted[domain] += min(accepted + 1, room)
-            for k in range(min(accepted + 1, num_slots, room)):
+        chosen = order[start : start + batch_size]
+        for one in _rounds(drafter, [trajectories[i] for i in chosen], chosen, num_slots):
+            rounds[one.domain] += 1
+            emitted[one.domain] += min(one.accepted + 1, one.room)
+            for k in range(min(one.accepted + 1, num_slots, one.room)):
                 offered[k] += 1
-                kept[k] += k < accepted
+                kept[k] += k < one.accepted
+            if one.confidences is not None:
+                confident.append(one)
     drafter.train(was_training)
     total = sum(rounds.values())
     if total == 0:
@@ -72,18 +94,35 @@ def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int,
         domains={domain: emitted[domain] / rounds[domain] for domain in sorted(rounds)},
         alpha=[k / max(o, 1) for k, o in zip(kept, offered, strict=True)],
         rounds=total,
+        confident=_with_confidences(confident, num_slots) if confident else None,
     )
 
 
-def _rounds(drafter: Drafter, batch: Sequence[Trajectory], num_slots: int) -> Iterable[tuple[str, int, int]]:
-    """(domain, accepted, tokens left to emit) of every round of a batch of trajectories."""
+def _with_confidences(rounds: Sequence[_Round], num_slots: int) -> Rounds:
+    """Rounds for calibration; a round that ends its answer scores the slots up to the end."""
+    return Rounds(
+        torch.tensor([one.confidences for one in rounds], dtype=torch.float64),
+        torch.tensor([one.accepted for one in rounds]),
+        torch.tensor([min(num_slots, one.room) for one in rounds]),
+        torch.tensor([one.answer for one in rounds]),
+    )
+
+
+def _rounds(drafter: Drafter, batch: Sequence[Trajectory], numbers: Sequence[int], num_slots: int) -> Iterable[_Round]:
+    """Every round of a batch of trajectories, which have these numbers."""
     longest = max(len(one.tokens) for one in batch)
+    parameter = next(drafter.parameters(), None)
+    like = batch[0].last if parameter is None else parameter
     state = drafter.begin(len(batch), longest + num_slots)
-    seeds = torch.zeros(len(batch), dtype=torch.int64, device=batch[0].tokens.device)
+    seeds = torch.zeros(len(batch), dtype=torch.int64, device=like.device)
     read, anchor = [0] * len(batch), [one.prompt for one in batch]
     while any(anchor[r] < len(one.tokens) - 1 for r, one in enumerate(batch)):
-        drafter.observe(state, *_unread(batch, read, anchor))
-        drafted = drafter.propose(state, num_slots, Sampling(), seeds).tokens.tolist()
+        next_ids, aux, last, lengths = _unread(batch, read, anchor)
+        # Trajectories may rest in another place and dtype than the drafter, as features do while decoding.
+        drafter.observe(state, next_ids.to(like.device), aux.to(like), last.to(like), lengths.to(like.device))
+        proposal = drafter.propose(state, num_slots, Sampling(), seeds)
+        drafted = proposal.tokens.tolist()
+        given = None if proposal.confidences is None else proposal.confidences.tolist()
         for r, one in enumerate(batch):
             truth = one.tokens[anchor[r] + 1 : anchor[r] + 1 + num_slots].tolist()
             room = len(one.tokens) - 1 - anchor[r]
@@ -91,7 +130,7 @@ def _rounds(drafter: Drafter, batch: Sequence[Trajectory], num_slots: int) -> It
             if room <= 0:
                 continue
             accepted = next((k for k, (a, b) in enumerate(zip(drafted[r], truth, strict=False)) if a != b), len(truth))
-            yield one.domain, accepted, room
+            yield _Round(one.domain, numbers[r], accepted, room, None if given is None else given[r])
             anchor[r] += min(accepted + 1, room)
 
 

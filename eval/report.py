@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoints.files import atomic, write_json
+from eval.calibration import Calibration
 from eval.lossless import Difference
 from eval.metrics import Acceptance, Speed
+from eval.replayed import calibration_line
 
 FILE = "report.json"
 PLOTS = ("alpha.png", "tau_by_domain.png")
@@ -46,7 +48,8 @@ class Report:
 
     whole: figures over all prompts; parts: by domain. differences: where greedy answers with and without drafter part
     (None when not compared: no baseline, or sampled). seconds: by stage of the evaluation. example: one prompt as
-    rendered and its answer. settings, target, drafter, machine: what was measured, where.
+    rendered and its answer. settings, target, drafter, machine: what was measured, where. calibration: of the drafter's
+    confidences, None when it gives none.
     """
 
     whole: Part
@@ -59,6 +62,7 @@ class Report:
     target: dict[str, Any]
     drafter: dict[str, Any]
     machine: dict[str, Any]
+    calibration: Calibration | None = None
     drafter_dir: str | None = None
     export_dirs: dict[str, str] = field(default_factory=dict)
 
@@ -103,6 +107,7 @@ class Report:
             "by_domain": {name: part.as_dict() for name, part in self.parts.items()},
             "differences": None if self.differences is None else [_difference(one) for one in self.differences],
             "failures": self.failures(),
+            "calibration": None if self.calibration is None else self.calibration.as_dict(),
             "settings": self.settings,
             "target": self.target,
             "drafter": self.drafter,
@@ -167,6 +172,8 @@ class Report:
         console.print(table)
         split = "  ".join(f"{name} {share:.0%}" for name, share in self.whole.speed.split.items())
         console.print(f"time split     {split}")
+        if self.calibration is not None:
+            console.print(calibration_line(self.calibration))
         console.print(self._lossless_line())
         for line in self.failures():
             console.print(line, style="red", soft_wrap=True)

@@ -1,0 +1,197 @@
+"""Do confidences mean what they say? Calibration error, Brier score, and temperatures that make them honest.
+
+A confidence c_k estimates that slot k is accepted, given that slots 1..k-1 were; its running product c_1 * .. * c_k is
+then the chance that the whole prefix survives, which is what a scheduler cuts proposals by. Sequential temperature
+scaling (DSpark, arXiv 2607.05147) gives each slot a temperature T_k, left to right: sigmoid(logit(c_k) / T_k) makes the
+calibration error of the running product least, earlier slots' temperatures fixed.
+
+Letters in shapes: N rounds, K slots.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from checkpoints.files import read_json, write_json
+from eval.decoder import Generation
+
+FILE = "calibration.json"
+BINS = 15
+EDGE = 1e-6  # confidences are kept this far from 0 and 1, where a logit is infinite
+# T = 0.05 .. 20, the same number of steps on either side of 1.
+GRID = tuple(20 ** (step / 80) for step in range(-80, 81))
+
+
+def expected_calibration_error(confidences: Tensor, happened: Tensor, bins: int = BINS) -> float:
+    """Sum over equal-width bins of (share of the events) * |share that happened - mean confidence|; 0 without events.
+
+    confidences [N] in [0, 1]; happened [N], bool. ValueError when a confidence lies outside.
+    """
+    if confidences.numel() == 0:
+        return 0.0
+    confidences = confidences.double()
+    if not bool(((confidences >= 0) & (confidences <= 1)).all()):
+        low, high = float(confidences.min()), float(confidences.max())
+        raise ValueError(f"confidences must lie in [0, 1], got {low:g}..{high:g}")
+    place = (confidences * bins).long().clamp_max(bins - 1)
+    # (n_b / N) * |mean of happened - mean of confidence| is |sum of the differences| / N.
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, happened.double() - confidences)
+    return float(gaps.abs().sum()) / confidences.numel()
+
+
+def brier(confidences: Tensor, happened: Tensor) -> float:
+    """Mean squared difference of confidence and event (0 or 1); 0 without events. Both [N]."""
+    if confidences.numel() == 0:
+        return 0.0
+    return float((happened.double() - confidences.double()).square().mean())
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """confidences [N, K] float64. accepted [N]: drafts kept. proposed [N]: slots that were scored (fewer than K where
+    an answer ended). answer [N]: which answer a round belongs to."""
+
+    confidences: Tensor
+    accepted: Tensor
+    proposed: Tensor
+    answer: Tensor
+
+    @classmethod
+    def of(cls, generations: Iterable[Generation]) -> Self | None:
+        """Rounds of drafted answers; None when the drafter gave no confidences."""
+        rows, counts = [], []
+        for index, one in enumerate(generations):
+            rows += one.confidences
+            counts += [
+                (a, p, index) for a, p, _ in zip(one.accepted, one.proposed, one.confidences, strict=False)
+            ]  # a drafter that gives none leaves the third list empty
+        if not rows:
+            return None
+        accepted, proposed, answer = torch.tensor(counts).T
+        return cls(torch.tensor(rows, dtype=torch.float64), accepted, proposed, answer)
+
+    def __len__(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def num_slots(self) -> int:
+        return self.confidences.shape[1]
+
+    def where(self, chosen: Tensor) -> Self:
+        """The rounds that a bool mask [N] chooses."""
+        return type(self)(*(values[chosen] for values in (self.confidences, self.accepted, self.proposed, self.answer)))
+
+    def conditional(self) -> tuple[Tensor, Tensor]:
+        """(confidence, accepted) of every slot that alpha_k counts: proposed, and slots 1..k-1 accepted. [M], [M]."""
+        slots = torch.arange(1, self.num_slots + 1)
+        counts = (self.accepted[:, None] >= slots - 1) & (self.proposed[:, None] >= slots)
+        return self.confidences[counts], (self.accepted[:, None] >= slots)[counts]
+
+    def prefix(self, slot: int) -> tuple[Tensor, Tensor]:
+        """(running product, whole prefix accepted) of slot 1..K in rounds that proposed it. [M], [M]."""
+        counts = self.proposed >= slot
+        return self.confidences[counts, :slot].prod(-1), self.accepted[counts] >= slot
+
+    def scaled(self, temperatures: Sequence[float]) -> Self:
+        """The same rounds with calibrated confidences."""
+        return replace(self, confidences=calibrated(self.confidences, temperatures))
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How far confidences are from what happened.
+
+    ece, brier: of single slots, given that the slots before were accepted. ece_prefix [K]: of the running product up to
+    each slot. rounds: how many were looked at.
+    """
+
+    ece: float
+    brier: float
+    ece_prefix: list[float]
+    rounds: int
+
+    @classmethod
+    def of(cls, rounds: Rounds) -> Self:
+        confidence, happened = rounds.conditional()
+        prefixes = [expected_calibration_error(*rounds.prefix(k)) for k in range(1, rounds.num_slots + 1)]
+        return cls(expected_calibration_error(confidence, happened), brier(confidence, happened), prefixes, len(rounds))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """temperatures [K] and what they do. before, after: on answers that took no part in the fit when `held_out`; a
+    single answer serves both."""
+
+    temperatures: list[float]
+    before: Quality
+    after: Quality
+    held_out: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def fit_temperatures(rounds: Rounds) -> list[float]:
+    """Sequential temperature scaling: one T_k a slot, by a grid of 161 from 0.05 to 20. [K].
+
+    Where several do equally well, and for a slot that was never proposed, the one nearest 1 is taken.
+    """
+    grid = sorted(GRID, key=lambda t: max(t, 1 / t))
+    logits = to_logits(rounds.confidences)
+    chance = torch.ones(len(rounds), dtype=torch.float64)
+    chosen: list[float] = []
+    for slot in range(rounds.num_slots):
+        scored = rounds.proposed > slot
+        happened = rounds.accepted[scored] > slot
+        before, own = chance[scored], logits[scored, slot]
+        errors = [expected_calibration_error(before * torch.sigmoid(own / t), happened) for t in grid]
+        best = grid[errors.index(min(errors))]
+        chosen.append(best)
+        chance = chance * torch.sigmoid(logits[:, slot] / best)
+    return chosen
+
+
+def calibrate(rounds: Rounds) -> Calibration:
+    """Fit on every second answer, look at the others: an honest `after`. A lone answer serves both."""
+    odd = rounds.answer % 2 == 1
+    held_out = bool(odd.any()) and not bool(odd.all())
+    fitted, seen = (rounds.where(~odd), rounds.where(odd)) if held_out else (rounds, rounds)
+    temperatures = fit_temperatures(fitted)
+    return Calibration(temperatures, Quality.of(seen), Quality.of(seen.scaled(temperatures)), held_out)
+
+
+def calibrated(confidences: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """sigmoid(logit(c_k) / T_k). confidences [..., K]; ValueError unless there is one temperature a slot."""
+    if confidences.shape[-1] != len(temperatures):
+        raise ValueError(f"{confidences.shape[-1]} slots need as many temperatures, got {len(temperatures)}")
+    return torch.sigmoid(to_logits(confidences) / confidences.new_tensor(list(temperatures)))
+
+
+def to_logits(confidences: Tensor) -> Tensor:
+    """log(c / (1 - c)), finite also at 0 and 1. Any shape."""
+    return torch.logit(confidences, eps=EDGE)
+
+
+def save_calibration(folder: Path, found: Calibration, sampling: dict[str, Any]) -> Path:
+    """Write calibration.json beside a head: one entry for each way of sampling, of which this one is replaced.
+
+    sampling: temperature, top_k, top_p of the rounds. Returns the file's path.
+    """
+    path = Path(folder) / FILE
+    entries = read_json(path) if path.exists() else []
+    kept = [entry for entry in entries if entry["sampling"] != sampling]
+    write_json(path, [*kept, {"sampling": sampling, "bins": BINS, **found.as_dict()}])
+    return path
+
+
+def load_temperatures(folder: Path, sampling: dict[str, Any]) -> list[float]:
+    """Temperatures [K] saved beside a head for this way of sampling; ValueError when there are none."""
+    path = Path(folder) / FILE
+    for entry in read_json(path):
+        if entry["sampling"] == sampling:
+            return list(entry["temperatures"])
+    raise ValueError(f"{path} has no temperatures for {sampling}")
