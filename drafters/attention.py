@@ -1,8 +1,10 @@
-"""Attention of unrolled drafters while training: a causal prefix plus each chain's own later keys.
+"""Attention of drafters. Two equal forms of each kind: dense everywhere, flex where FlexAttention is compiled.
 
-At step k the query of anchor a sees the step-1 keys of rows <= a - 1 of its document, and the keys that its own chain
-made at steps 2..k (the "diagonals"). Two equal forms: `dense_chain` everywhere, `flex_chain` where FlexAttention is
-compiled.
+Chains (unrolled drafters): at step k the query of anchor a sees the step-1 keys of rows <= a - 1 of its document, and
+the keys that its own chain made at steps 2..k (the "diagonals").
+
+Blocks (parallel drafters): the rows of anchor a see context keys of positions < a of its document, and the rows of
+their own block.
 """
 
 import math
@@ -70,3 +72,61 @@ def flex_chain(
     values = torch.cat([prefix[1], *(value for _, value in chain)], 2)
     attend = _compiled_flex() if compiled else cast(Callable[..., Any], flex_attention)
     return attend(query, keys, values, block_mask=mask, enable_gqa=query.shape[1] != keys.shape[1])
+
+
+def dense_block(
+    query: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], visible: Tensor, inside: Tensor
+) -> Tensor:
+    """Exact attention of blocks.
+
+    query [B, H, A, S, d]: S rows of each of A anchors. context: keys and values [B, G, T, d]. block: keys and values
+    [B, G, A, S, d] of the rows themselves. visible [B, A, S or 1, T] bool: context positions a row may see. inside [S,
+    S] bool: which rows of its own block a row (first index) may see. Returns [B, H, A, S, d]. Softmax in float32.
+    """
+    rows, heads, anchors, slots, width = query.shape
+    (keys, values), (own_keys, own_values) = context, block
+    groups, length = keys.shape[1:3]
+    grouped = query.reshape(rows, groups, heads // groups, anchors, slots, width) * (1.0 / math.sqrt(width))
+    scores = (grouped.flatten(2, 4) @ keys.transpose(-1, -2)).view(*grouped.shape[:-1], length)
+    floor = torch.finfo(scores.dtype).min
+    scores = scores + torch.where(visible, 0.0, floor).to(scores.dtype)[:, None, None]
+    own = grouped @ own_keys[:, :, None].transpose(-1, -2)
+    own = own + torch.where(inside, 0.0, floor).to(scores.dtype)
+    weights = torch.cat([scores, own], -1).softmax(-1, dtype=torch.float32).to(query.dtype)
+    seen = weights[..., :length].reshape(rows, groups, -1, length) @ values
+    out = seen.view_as(grouped) + weights[..., length:] @ own_values[:, :, None]
+    return out.reshape(query.shape)
+
+
+def block_block_mask(documents: Tensor, anchors: Tensor, slots: int, window: int | None, causal: bool) -> BlockMask:
+    """Block mask of `flex_block`. documents [B, T], anchors [B, A] positions in the row (padding -1 sees nothing but
+    its own block); window: context of a row reaches this far back, itself included."""
+    rows, count, length = *anchors.shape, documents.shape[1]
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        anchor, row, column = anchors[b, q // slots], q % slots, kv.clamp_max(length - 1)
+        seen = (kv < length) & (kv < anchor) & (documents[b, column] == documents[b, anchor.clamp_min(0)])
+        own = (kv >= length) & ((kv - length) // slots == q // slots)
+        if window is not None:
+            seen = seen & (kv > anchor + row - window)
+        if causal:
+            own = own & ((kv - length) % slots <= row)
+        return seen | own
+
+    return create_block_mask(allowed, rows, None, count * slots, length + count * slots, device=documents.device)
+
+
+def flex_block(
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    block: tuple[Tensor, Tensor],
+    mask: BlockMask,
+    compiled: bool = True,
+) -> Tensor:
+    """As `dense_block`, through FlexAttention; `mask` from `block_block_mask`. compiled=False runs the eager
+    reference."""
+    keys = torch.cat([context[0], block[0].flatten(2, 3)], 2)
+    values = torch.cat([context[1], block[1].flatten(2, 3)], 2)
+    attend = _compiled_flex() if compiled else cast(Callable[..., Any], flex_attention)
+    grouped = query.shape[1] != keys.shape[1]
+    return attend(query.flatten(2, 3), keys, values, block_mask=mask, enable_gqa=grouped).view_as(query)

@@ -6,7 +6,7 @@ fail.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra import compose, initialize_config_module
@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from checkpoints.run import settings
 from data.collate import Collate, gather_anchors
 from data.conversations import Conversation
 from data.features import Sample, observe
@@ -40,11 +41,19 @@ def compose_config(name: str, *overrides: str) -> Any:
 def build(
     name: str, target: Target, num_slots: int = 4, vocabulary: DraftVocabulary | None = None, **model: Any
 ) -> Drafter:
-    """The drafter of conf/drafter/NAME.yaml on a tiny target, all layers of it read."""
+    """The drafter of conf/drafter/NAME.yaml on a tiny target, reading three layers where it reads any."""
     config = compose_config("train", f"drafter={name}", "prepared=nowhere")
-    plain = OmegaConf.to_container(config.drafter.model) | {"num_slots": num_slots, "layers": [0, 2, 3]} | model
+    plain = cast(dict[str, Any], OmegaConf.to_container(config.drafter.model))
+    reads = {"layers": [0, 2, 3]} if "layers" in plain else {}
+    plain |= {"num_slots": num_slots} | reads | model
     vocabulary = vocabulary or DraftVocabulary.full(target.identity["vocab_size"])
     return instantiate(plain, _partial_=True, _convert_="all")(target=target.parts, vocabulary=vocabulary).eval()
+
+
+def own_objective(name: str) -> Objective:
+    """The objective of conf/drafter/NAME.yaml."""
+    config = compose_config("train", f"drafter={name}", "prepared=nowhere")
+    return settings(Objective, config.objective, "objective")
 
 
 def sample(target: Target, drafter: Drafter, tokens: list[int], turns: list[int], name: str = "x") -> Sample:

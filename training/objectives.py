@@ -253,15 +253,16 @@ class Labels:
 
 
 def flat_labels(slots: SlotBatch, batch: Batch, inverse: Tensor, objective: Objective) -> Labels:
-    """Flatten the grid. inverse [V]: draft id of a target id or -1. A slot whose target argmax (or data token, when the
-    objective reads it) lies outside the draft vocabulary is not supervised: its label cannot be said."""
+    """Flatten the grid. inverse [V]: draft id of a target id or -1. A slot whose target argmax (or data token, when a
+    term reads it: its name ends in data_ce) lies outside the draft vocabulary is not supervised: its label cannot be
+    said."""
     rows = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None, None]
     where = (rows * batch.tokens.shape[1] + slots.teacher).flatten(0, 1)
     label = inverse[batch.top1.flatten()[where]]
     data = inverse[slots.target_ids.flatten(0, 1)]
     mask = slots.mask.flatten(0, 1)
     supervised = mask & (label >= 0)
-    if "data_ce" in objective.terms:
+    if any(name.endswith("data_ce") for name in objective.terms):
         supervised = supervised & (data >= 0)
     return Labels(mask, supervised, slots.prev_ids.flatten(0, 1), label.clamp_min(0), data.clamp_min(0), where)
 
