@@ -136,7 +136,7 @@ def capture(
     process is capturing into the folder.
     """
     folder = Path(folder)
-    layers = check_layers(tuple(layers), target.identity["num_layers"])
+    layers = check_layers(tuple(layers), target.identity["num_layers"], least=0)
     if not conversations or any(len(one.tokens) == 0 for one in conversations):
         raise ValueError("features need at least one conversation, and each at least one token")
     header = _header(target, conversations, layers, dtype) | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes}
@@ -222,11 +222,16 @@ class FeatureStore:
         """Sample of conversation `index`. Raises IndexError beyond the end."""
         shard, start, stop = self._where(index)
         tokens, turns, top1 = (shard.get_slice(name)[start:stop].long() for name in ("tokens", "turns", "top1"))
-        aux = shard.get_slice("aux")[start:stop]
-        if self._places != list(range(len(self.header["layers"]))):
-            aux = aux[:, self._places]
+        aux = self._aux(shard, start, stop)
         last, lse = (shard.get_slice(name)[start:stop] for name in ("last", "lse"))
         return Sample(self.ids[index], tokens, turns, aux, last, top1, lse)
+
+    def _aux(self, shard: Any, start: int, stop: int) -> Tensor:
+        """The wanted layers' outputs of rows start..stop; none are read when none are wanted."""
+        if not self._places:
+            return torch.empty(stop - start, 0, self.header["hidden_size"], dtype=DTYPES[self.header["dtype"]])
+        aux: Tensor = shard.get_slice("aux")[start:stop]
+        return aux if self._places == list(range(len(self.header["layers"]))) else aux[:, self._places]
 
     def text(self, index: int) -> tuple[Tensor, Tensor]:
         """tokens, turns of conversation `index` without its features, int64 [T]."""

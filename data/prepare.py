@@ -180,7 +180,7 @@ def upper_bound(
 def feature_layers(wanted: FeatureSettings, target: Target) -> tuple[int, ...]:
     """The layers to capture, checked against the target; ValueError when they do not fit."""
     depth = target.identity["num_layers"]
-    return default_layers(depth) if wanted.layers is None else check_layers(tuple(wanted.layers), depth)
+    return default_layers(depth) if wanted.layers is None else check_layers(tuple(wanted.layers), depth, least=0)
 
 
 def write_features(

@@ -33,7 +33,7 @@ from drafters.vocabulary import DraftVocabulary
 class Needs:
     """What a drafter reads of the target.
 
-    layers: target layer ids in ascending order; 0 is the first decoder layer's *output*.
+    layers: target layer ids in ascending order; 0 is the first decoder layer's *output*. May be empty.
     last_hidden: whether the drafter itself reads the last hidden state (after the target's final norm). The teacher
         always needs it; this flag is about drafting.
     """
@@ -271,8 +271,10 @@ def default_layers(num_target_layers: int, count: int = 3) -> tuple[int, ...]:
     return layers
 
 
-def check_layers(layers: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
-    """Layers as given when ascending, distinct and inside the target; ValueError otherwise."""
-    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_target_layers:
+def check_layers(layers: tuple[int, ...], num_target_layers: int, least: int = 1) -> tuple[int, ...]:
+    """Layers as given when ascending, distinct, inside the target and at least `least`; ValueError otherwise."""
+    if len(layers) < least:
+        raise ValueError(f"at least {least} captured layer(s) are needed, got {list(layers)}")
+    if list(layers) != sorted(set(layers)) or not set(layers) <= set(range(num_target_layers)):
         raise ValueError(f"layers must be ascending, distinct ids in 0..{num_target_layers - 1}, got {list(layers)}")
     return layers
