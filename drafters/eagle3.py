@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from drafters.attention import chain_block_mask, dense_chain, flex_chain
+from drafters.chains import fewer, narrow, pick, spread, visible_rows
 from drafters.contract import (
     Batch,
     Drafter,
@@ -35,55 +35,11 @@ from drafters.contract import (
     default_layers,
     grid,
 )
+from drafters.decoder import FusedLayer, key_shape, take_block, take_head, take_norm
 from drafters.drafting import choose, take_rows, write_at
-from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings, plain_norm_weight
-from drafters.sampling import TRAIN_STREAM, Sampling, counter_uniform
+from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings
+from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
-
-
-class Attention(nn.Module):
-    """Projections of the draft layer; keys, queries and values read [norm(embedding), norm(hidden)], 2D wide."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        groups, self.head_dim = _key_shape(config)
-        wide, heads = 2 * config.hidden_size, config.num_attention_heads
-        self.q_proj = nn.Linear(wide, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(wide, groups * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(wide, groups * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
-
-    def split(self, states: Tensor) -> Tensor:
-        """[B, N, H * d] -> [B, H, N, d]."""
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def merge(self, states: Tensor) -> Tensor:
-        """[B, H, N, d] -> o_proj of [B, N, H * d]: [B, N, D]."""
-        return self.o_proj(states.transpose(1, 2).flatten(-2))
-
-
-class MidLayer(nn.Module):
-    """The one decoder layer."""
-
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.norm_before_residual = norm_before_residual
-
-    def join(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden, embedded [..., D] -> attention input [..., 2D] and the residual [..., D]."""
-        normed = self.hidden_norm(hidden)
-        joined = torch.cat([self.input_layernorm(embedded), normed], -1)
-        return joined, normed if self.norm_before_residual else hidden
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Add attention and MLP to the residual: [B, N, D] and attended heads [B, H, N, d] -> [B, N, D]."""
-        hidden = residual + self.self_attn.merge(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 @dataclass
@@ -143,7 +99,7 @@ class Eagle3(Drafter):
         if self.switches["fc_norm"]:
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(count))
         self.fc = nn.Linear(count * size, size, bias=False)
-        self.midlayer = MidLayer(config, self.switches["norm_before_residual"])
+        self.midlayer = FusedLayer(config, self.switches["norm_before_residual"])
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head: nn.Module = (
             nn.Linear(size, len(self.vocabulary), bias=False)
@@ -171,15 +127,11 @@ class Eagle3(Drafter):
 
     def project(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [B, G, N, d] of attention inputs [B, N, 2D] at positions [B, N]."""
-        attention = self.midlayer.self_attn
-        return self.rotary(attention.split(attention.k_proj(joined)), positions), attention.split(
-            attention.v_proj(joined)
-        )
+        return self.midlayer.self_attn.keys_values(joined, self.rotary, positions)
 
     def query(self, joined: Tensor, positions: Tensor) -> Tensor:
         """Rotated queries [B, H, N, d]."""
-        attention = self.midlayer.self_attn
-        return self.rotary(attention.split(attention.q_proj(joined)), positions)
+        return self.midlayer.self_attn.query(joined, self.rotary, positions)
 
     def slots(self, batch: Batch) -> SlotBatch:
         """Training-time test of K steps over all anchors; queries run at anchors only, keys over the whole row."""
@@ -189,25 +141,26 @@ class Eagle3(Drafter):
         prefix = self.project(joined, batch.positions[:, :-1])
         rows = (batch.anchors - 1).clamp_min(0)
         joined, residual = take_rows(joined, rows), take_rows(residual, rows)
-        visible, positions = _visible(batch, rows), batch.positions.gather(1, rows)
+        visible, positions = visible_rows(batch, rows), batch.positions.gather(1, rows)
         chain: list[tuple[Tensor, Tensor]] = []
-        hidden, mask, place, output = [], labels.mask.clone(), None, residual
+        hidden, mask, place, output = [], labels.mask, None, residual
         for k in range(self.num_slots):
             if k > 0:
                 recycled, following = self._recycle(output), self.embedding(labels.prev_ids[:, :, k])
                 if self.keep < 1:
-                    chosen = _fewer(batch, mask[:, :, k], place, self.keep)
+                    count = max(1, math.ceil(self.keep * positions.shape[1]))
+                    chosen = fewer(batch, mask[:, :, k], place, count)
                     place = chosen if place is None else place.gather(1, chosen)
-                    mask[:, :, k:] &= torch.zeros_like(mask[:, :, 0]).scatter_(1, place, True)[..., None]
+                    mask = narrow(mask, k, place)
                     recycled, following = take_rows(recycled, chosen), take_rows(following, place)
-                    chain = [(_pick(key, chosen), _pick(value, chosen)) for key, value in chain]
+                    chain = [(pick(key, chosen), pick(value, chosen)) for key, value in chain]
                     positions, visible = positions.gather(1, chosen), take_rows(visible, chosen)
                 joined, residual = self.midlayer.join(recycled, following)
                 chain.append(self.project(joined, positions + k))
             attended = self._attend(self.query(joined, positions + k), prefix, chain, visible)
             output = self.midlayer.finish(residual, attended)
             normed = self.norm(output)
-            hidden.append(normed if place is None else _spread(normed, place, mask.shape[1]))
+            hidden.append(spread(normed, place, mask.shape[1]))
         return SlotBatch(torch.stack(hidden, 2), labels.prev_ids, labels.target_ids, mask, labels.teacher)
 
     def _recycle(self, output: Tensor) -> Tensor:
@@ -231,46 +184,20 @@ class Eagle3(Drafter):
         The embedding halves of q, k, v start small and random, so step 1 begins as the target's last block reading
         the last captured layer.
         """
-        size, taken, norm_shift = self.layer_config.hidden_size, [], 0.0
+        size = self.layer_config.hidden_size
         self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
-        taken.append(f"fc <- identity on layer {self.needs.layers[-1]}")
-        weight = plain_norm_weight(target.norm, size, self.layer_config.rms_norm_eps)
-        if weight is not None:
-            self.norm.weight.copy_(weight)
+        taken, norm_shift = [f"fc <- identity on layer {self.needs.layers[-1]}"], take_norm(self.norm, target)
+        if norm_shift is not None:
             taken.append("norm <- target's final norm")
-            norm_shift = float((weight - target.norm.weight.float()).mean())  # type: ignore[operator]
-        if isinstance(self.lm_head, nn.Linear):
-            self.lm_head.weight.copy_(target.head[self.vocabulary.ids.to(target.head.device)])
-            taken.append(f"lm_head <- {len(self.vocabulary)} rows of the target's head")
-        block = target.last_block() if target.last_block and weight is not None else {}
-        return taken + (self._take_block(block, size, norm_shift) if block else [])
-
-    def _take_block(self, block: dict[str, Tensor], size: int, norm_shift: float) -> list[str]:
-        """Copy tensors of a block whose roles and shapes match; the wide projections take them into their hidden half.
-
-        Queries and keys that the target norms or shifts (q_norm, biases) mean nothing without that and are left alone.
-        norm_shift: 1 where the target stores norm weights less one (Gemma).
-        """
-        source_of = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": ""}
-        if "pre_feedforward_layernorm.weight" in block:  # Gemma 2 and later norm the MLP's input under this name
-            source_of["post_attention_layernorm.weight"] = "pre_feedforward_layernorm.weight"
-        changed = any(name.startswith("self_attn.q_norm") or name == "self_attn.q_proj.bias" for name in block)
-        taken = []
-        for name, parameter in self.midlayer.named_parameters():
-            source, part = block.get(source_of.get(name, name)), name.split(".")[-2]
-            wide = part in ("q_proj", "k_proj", "v_proj")
-            place = parameter[:, size:] if wide else parameter
-            if source is None or source.shape != place.shape or (changed and part in ("q_proj", "k_proj")):
-                continue
-            if wide:
-                parameter[:, :size].normal_(0, 0.1 * float(source.float().std()))
-            place.copy_(source.float() + norm_shift if source.ndim == 1 else source)
-            taken.append(f"midlayer.{name} <- target's last block")
-        return taken
+        taken += take_head(self.lm_head, self.vocabulary, target)
+        if norm_shift is None or target.last_block is None:
+            return taken
+        names = take_block(self.midlayer, target.last_block(), norm_shift)
+        return taken + [f"midlayer.{name} <- target's last block" for name in names]
 
     def begin(self, requests: int, capacity: int) -> DraftState:
         config, like = self.layer_config, self.fc.weight
-        groups, width = _key_shape(config)
+        groups, width = key_shape(config)
         shape = (requests, groups, capacity + self.num_slots + 1, width)
         empty = torch.zeros(requests, dtype=torch.int64, device=like.device)
         return DraftState(
@@ -315,50 +242,6 @@ class Eagle3(Drafter):
             if chosen is not None:
                 probs.append(chosen)
         return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
-
-
-def _key_shape(config: LlamaConfig) -> tuple[int, int]:
-    """Key-value heads and head width; a LlamaConfig fills both in when it is built."""
-    assert config.num_key_value_heads is not None
-    assert config.head_dim is not None
-    return config.num_key_value_heads, config.head_dim
-
-
-def _pick(states: Tensor, chosen: Tensor) -> Tensor:
-    """states [B, G, A, d] at anchors [B, A'] -> [B, G, A', d]."""
-    return states.gather(2, chosen[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-def _spread(states: Tensor, place: Tensor, anchors: int) -> Tensor:
-    """states [B, A', D] back to their anchors: [B, A, D], zero elsewhere."""
-    whole = states.new_zeros(len(states), anchors, states.shape[-1])
-    return whole.scatter(1, place[..., None].expand_as(states), states)
-
-
-def _fewer(batch: Batch, alive: Tensor, place: Tensor | None, keep: float) -> Tensor:
-    """Which of the current anchors go one slot deeper: [B, A'] ascending indices into them.
-
-    alive [B, A] marks anchors with a supervised next slot; those are drawn first, by random keys of (batch seed,
-    anchor).
-    """
-    keys = counter_uniform(torch.full_like(batch.anchors, batch.seed), _flat(batch.anchors), TRAIN_STREAM)
-    keys = torch.where(alive, keys, 2.0)
-    if place is not None:
-        keys = keys.gather(1, place)
-    count = max(1, math.ceil(keep * keys.shape[1]))
-    return keys.topk(count, dim=1, largest=False).indices.sort(1).values
-
-
-def _flat(anchors: Tensor) -> Tensor:
-    """A number for every anchor of the batch: row * 2^20 + position."""
-    return torch.arange(len(anchors), device=anchors.device)[:, None] * (1 << 20) + anchors
-
-
-def _visible(batch: Batch, rows: Tensor) -> Tensor:
-    """Which step-1 rows [B, A, T - 1] each anchor row [B, A] may see: not later than itself, in its document."""
-    columns = torch.arange(batch.tokens.shape[1] - 1, device=rows.device)
-    same = batch.documents.gather(1, rows)[..., None] == batch.documents[:, None, :-1]
-    return (columns <= rows[..., None]) & same
 
 
 def _write(state: DraftState, columns: Tensor, keys: Tensor, values: Tensor) -> None:

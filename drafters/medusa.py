@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, grid
+from drafters.decoder import take_head
 from drafters.drafting import choose, take_rows
 from drafters.layers import SharedHead
 from drafters.sampling import Sampling
@@ -98,13 +99,9 @@ class Medusa(Drafter):
         """hidden [N, D] of any heads -> [N, W]; heads do not read prev_ids."""
         return self.lm_head(hidden)
 
-    @torch.no_grad()
     def warm_start(self, target: TargetParts) -> list[str]:
         """The own head from the target's rows; the residual layers stay zero, as the paper starts them."""
-        if not isinstance(self.lm_head, nn.Linear):
-            return []
-        self.lm_head.weight.copy_(target.head[self.vocabulary.ids.to(target.head.device)])
-        return [f"lm_head <- {len(self.vocabulary)} rows of the target's head"]
+        return take_head(self.lm_head, self.vocabulary, target)
 
     def begin(self, requests: int, capacity: int) -> DraftState:
         like = next(self.blocks.parameters())
