@@ -24,15 +24,16 @@ from drafters.contract import Batch, Drafter, SlotBatch, TargetParts
 class Scored:
     """n slots with everything a measure may read.
 
-    logits [n, W] of the drafter. teacher [u, W] the target's logits on the draft vocabulary at u positions, lse [u]
-    their log-sum-exp over the whole vocabulary, owner [n] which of the u positions predicts a slot's token. label [n]
+    logits [n, W] of the drafter. teach() gives the target's logits [u, W] on the draft vocabulary at u positions, made
+    only for measures that read them; lse [u] their log-sum-exp over the whole vocabulary, owner [n] which of the u
+    positions predicts a slot's token. label [n]
     draft id of the target's most likely token. data [n] draft id of the token in the data. prev [n] target id of the
     token before. hidden [n, H] the drafter's head input, last [n, D] the target's last hidden state. supervised [G, K]
     where the n slots stand in their group of anchors. progress: share of training done.
     """
 
     logits: Tensor
-    teacher: Tensor
+    teach: Callable[[], Tensor]
     lse: Tensor
     owner: Tensor
     label: Tensor
@@ -42,6 +43,11 @@ class Scored:
     last: Tensor
     supervised: Tensor
     progress: float = 0.0
+
+    @cached_property
+    def teacher(self) -> Tensor:
+        with torch.no_grad():
+            return self.teach()
 
     @cached_property
     def logq(self) -> Tensor:
@@ -127,6 +133,7 @@ MEASURES: dict[str, Callable[[Scored], Tensor]] = {
     f.__name__: f for f in (soft_ce, hard_ce, data_ce, kl, tv, l1, expected_acceptance, lk_alpha, lk_lambda, smooth_l1)
 }
 OWN = "own_"
+LOGITS_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -183,13 +190,14 @@ class Objective:
 
     terms: measure name -> coefficient; `own_NAME` is the drafter's measure NAME. weights: keyword arguments of
     SlotWeights. unweighted: terms whose slots all weigh the same: the mean of the static weights, so that their
-    coefficient stands in proportion to the others'. chunk: slots per chunk (memory only).
+    coefficient stands in proportion to the others'. chunk: slots per chunk, memory only (0: as many as 2^26
+    logits hold).
     """
 
     terms: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
     weights: dict[str, Any] = field(default_factory=dict)
     unweighted: tuple[str, ...] = ()
-    chunk: int = 2048
+    chunk: int = 0
 
     def __post_init__(self) -> None:
         unknown = sorted(name for name in self.terms if name not in MEASURES and not name.startswith(OWN))
@@ -272,7 +280,8 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     device, num_slots = slots.hidden.device, slots.hidden.shape[2]
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(device), objective)
     scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, batch)
-    groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, objective.chunk // num_slots))
+    chunk = objective.chunk or LOGITS_AT_ONCE // len(drafter.vocabulary)
+    groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, chunk // num_slots))
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     loss, sums = _ChunkedSum.apply(slots.hidden.flatten(0, 1), scorer, groups, *parameters)
     offered, kept, overlap, supervised = sums[len(objective.terms) :].view(4, num_slots)
@@ -306,13 +315,11 @@ class _Scorer:
         """hidden [G, K, D] of the group's anchors -> their supervised slots and where those stand [G, K]."""
         labels, supervised = self.labels, self.labels.supervised[group]
         last, where = self.batch.last.flatten(0, 1), labels.where[group][supervised]
-        with torch.no_grad():
-            positions, owner = where.unique(return_inverse=True)
-            teacher = self.target.logits(last[positions])
+        positions, owner = where.unique(return_inverse=True)
         states, prev = hidden[supervised], labels.prev_ids[group][supervised]
         scored = Scored(
             logits=self.drafter.logits(states, prev),
-            teacher=teacher,
+            teach=lambda: self.target.logits(last[positions]),
             lse=self.batch.lse.flatten()[positions],
             owner=owner,
             label=labels.label[group][supervised],
@@ -392,10 +399,11 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
     last = batch.last.flatten(0, 1)[labels.where].flatten(0, 1)
     everything = target.logits(last).float()
     logits = drafter.logits(hidden.flatten(0, 1), labels.prev_ids.flatten())
+    teacher = everything[:, drafter.vocabulary.ids.to(last.device)]
     kept = labels.supervised.flatten()
     scored = Scored(
         logits=logits[kept],
-        teacher=everything[kept][:, drafter.vocabulary.ids.to(last.device)],
+        teach=lambda: teacher[kept],
         lse=everything.logsumexp(-1)[kept],
         owner=torch.arange(int(kept.sum()), device=last.device),
         label=labels.label.flatten()[kept],

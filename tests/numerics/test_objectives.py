@@ -94,7 +94,7 @@ def scored(logits: list[float], teacher: list[float], label: int = 0) -> Scored:
     z, t = torch.tensor([logits]), torch.tensor([teacher])
     index, state = torch.tensor([label]), torch.zeros(1, 2)
     one = torch.ones(1, 1, dtype=torch.bool)
-    return Scored(z, t, t.logsumexp(-1), torch.tensor([0]), index, index, index, state, state, one)
+    return Scored(z, lambda: t, t.logsumexp(-1), torch.tensor([0]), index, index, index, state, state, one)
 
 
 def test_measures_by_hand():
