@@ -1,6 +1,6 @@
 """headstart: one command for every entry, and the demo that walks the whole road.
 
-    headstart prepare | train | eval | export | demo  [hydra overrides]
+    headstart prepare | train | eval | export | compare | demo  [hydra overrides]
 
 The first word picks the entry; the rest goes to Hydra untouched (`headstart train --help` lists the keys, `-m` sweeps).
 Each entry also runs as a module: `python -m training.train ...`.
@@ -31,6 +31,7 @@ ENTRIES = {
     "train": ("training.train", "train a drafter on a frozen target"),
     "eval": ("eval.evaluate", "tau, acceptance by slot, speed and losslessness of a head"),
     "export": ("checkpoints.export", "write, lint, verify or import the folders that engines load"),
+    "compare": ("training.compare", "train several drafters on one budget and measure them side by side"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
 REFERENCE_TOKENS = 64

@@ -99,11 +99,12 @@ def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int,
 
 
 def _with_confidences(rounds: Sequence[_Round], num_slots: int) -> Rounds:
-    """Rounds for calibration; a round that ends its answer scores the slots up to the end."""
+    """Rounds for calibration; one whose last draft ends the answer scores the slots up to it."""
+    scored = [one.room if one.accepted >= one.room else num_slots for one in rounds]
     return Rounds(
         torch.tensor([one.confidences for one in rounds], dtype=torch.float64),
         torch.tensor([one.accepted for one in rounds]),
-        torch.tensor([min(num_slots, one.room) for one in rounds]),
+        torch.tensor(scored),
         torch.tensor([one.answer for one in rounds]),
     )
 

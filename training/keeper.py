@@ -97,7 +97,9 @@ class Keeper(Callback):
         folder = self.out / f"best-{found['step']:08d}"
         if writes:
             drafter = cast(Drafter, module.drafter)
-            save_drafter(folder, drafter, target_identity=self.identity, data=self.data, measured=found)
+            # Not the seconds: equal runs leave equal folders, on a busy machine too.
+            measured = {name: value for name, value in found.items() if name != "seconds"}
+            save_drafter(folder, drafter, target_identity=self.identity, data=self.data, measured=measured)
         if self.best is not None and self.best["folder"] != folder.name:
             self._stale.append(self.out / self.best["folder"])
         self.best = found | {"folder": folder.name}

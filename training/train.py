@@ -25,6 +25,7 @@ from rich.console import Console
 from checkpoints.files import read_json
 from checkpoints.run import known_groups, native_bf16, record, settings
 from data.chat import Template
+from data.collate import Plan
 from data.conversations import Conversation, read_conversations, read_prompts, token_counts
 from data.features import FeatureStore, conversations_fingerprint
 from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, StoreSource
@@ -32,9 +33,9 @@ from data.sources import SourceSettings
 from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.vocabulary import DraftVocabulary
-from eval.decoder import DecodeSettings, generate
+from eval.recording import Question, Recording, belongs, owner_of, record_answers, trajectory
 from eval.replay import Trajectory
-from training.acceptance import AcceptanceCallback, AcceptanceSettings, trajectory
+from training.acceptance import AcceptanceCallback, AcceptanceSettings
 from training.keeper import AtomicCheckpoints, Keeper, resume_point
 from training.module import DrafterModule
 from training.objectives import Objective
@@ -60,13 +61,15 @@ class DrafterSettings:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """max_steps: optimizer steps (0: as many as `epochs` make). accumulate: micro-batches per optimizer step.
+    """max_steps: optimizer steps (0: as many as `max_tokens` take or, without it, `epochs` make). max_tokens: end with
+    the step that has seen so many answer tokens (null: no such limit). accumulate: micro-batches per optimizer step.
     precision: Lightning's name, "auto" = bf16-mixed where the hardware multiplies bf16, else 32-true.
     checkpoint_every: optimizer steps. max_minutes: stop early after this long (null: never). The rest is
     Lightning's."""
 
     max_steps: int = 0
     epochs: int = 1
+    max_tokens: int | None = None
     accumulate: int = 1
     precision: str = "auto"
     accelerator: str = "auto"
@@ -109,17 +112,18 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     heldout = settings(SourceSettings, config.heldout, "heldout")
     loggers = build_loggers(config.logger, out)
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
-    prepared, prepared_as = Path(config.prepared), _prepared(Path(config.prepared))
+    prepared, prepared_as = Path(config.prepared), read_prepared(Path(config.prepared))
     if heldout.thinking is None:  # ask as the training data were asked
         heldout = replace(heldout, thinking=prepared_as.get("thinking"))
     conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
     drafter = build_drafter(chosen, target, conversations)
     source = feature_source(batches, prepared, target, drafter, conversations)
     data = PackedData(source, batches, anchors=drafter.anchors_per_row)
-    steps = trainer_settings.max_steps or -(-data.plan.steps(trainer_settings.epochs) // trainer_settings.accumulate)
+    steps = planned_steps(trainer_settings, data.plan, [one.answer_tokens for one in conversations])
     data.total = steps * trainer_settings.accumulate
     module = DrafterModule(drafter, target.parts, objective, optimizer, steps)
-    acceptance = AcceptanceCallback(held_out(heldout, target, drafter, accepting), accepting)
+    recorded = held_out(heldout, target, drafter, accepting, out / "heldout.safetensors")
+    acceptance = AcceptanceCallback(recorded, accepting)
     declared = {"prepared": prepared_as, "conversations": len(conversations)}
     marks = {
         "target": target.identity["weights"],
@@ -131,6 +135,23 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     trainer = build_trainer(trainer_settings, optimizer, loggers, out, [acceptance, keeper], steps)
     trainer.fit(module, datamodule=data, ckpt_path=resume_point(config.resume, out), weights_only=True)
     return keeper.finish(trainer)
+
+
+def planned_steps(chosen: TrainerSettings, plan: Plan, answer_tokens: Sequence[int]) -> int:
+    """Optimizer steps of a run: known before it starts, so that schedules and curricula end with it.
+
+    answer_tokens: of each conversation. ValueError for a token limit below 1 or data without answers.
+    """
+    if chosen.max_tokens is None:
+        return chosen.max_steps or -(-plan.steps(chosen.epochs) // chosen.accumulate)
+    if chosen.max_tokens < 1 or not any(answer_tokens):
+        raise ValueError(f"trainer.max_tokens must be at least 1, of data with answers, got {chosen.max_tokens}")
+    seen = steps = 0
+    while seen < chosen.max_tokens and (steps < chosen.max_steps or not chosen.max_steps):
+        for micro in range(steps * chosen.accumulate, (steps + 1) * chosen.accumulate):
+            seen += sum(answer_tokens[index] for row in plan.batch(micro) for index in row)
+        steps += 1
+    return steps
 
 
 def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequence[Conversation]) -> Drafter:
@@ -175,8 +196,14 @@ def feature_source(
     return source
 
 
-def held_out(source: SourceSettings, target: Target, drafter: Drafter, chosen: AcceptanceSettings) -> list[Trajectory]:
-    """The target's greedy answers to held-out prompts, spread evenly over domains, with features."""
+def held_out(
+    source: SourceSettings, target: Target, drafter: Drafter, chosen: AcceptanceSettings, cache: Path
+) -> list[Trajectory]:
+    """The target's greedy answers to held-out prompts, spread evenly over domains, with features.
+
+    cache: file that keeps the answers' tokens, so that a resumed run does not decode them again; one of other prompts,
+    another length or target is written anew.
+    """
     prompts = read_prompts(source, "heldout")
     by_domain: dict[str, list[Any]] = {}
     for prompt in prompts:
@@ -184,11 +211,15 @@ def held_out(source: SourceSettings, target: Target, drafter: Drafter, chosen: A
     share = max(1, chosen.prompts // max(1, len(by_domain)))
     kept = [prompt for group in by_domain.values() for prompt in group[:share]]
     template = Template(target.tokenizer, source.thinking, target.eos_ids)
-    ids = [template.prompt(one.messages) for one in kept]
-    decoding = DecodeSettings(max_new_tokens=chosen.max_new_tokens, batch_size=16)
-    answers = generate(target, None, ids, decoding)
+    questions = [Question(one.domain, template.prompt(one.messages)) for one in kept]
+    owner = owner_of(target, questions, chosen.max_new_tokens)
+    if belongs(cache, owner):
+        found = Recording.load(cache, owner)
+    else:
+        found = record_answers(target, questions, chosen.max_new_tokens)
+        found.save(cache)
     layers = drafter.needs.layers
-    return [trajectory(target, i, a.tokens, p.domain, layers) for p, i, a in zip(kept, ids, answers, strict=True)]
+    return [trajectory(target, q, a, layers) for q, a in zip(found.questions, found.answers, strict=True)]
 
 
 def build_trainer(
@@ -234,7 +265,7 @@ def build_loggers(config: DictConfig | None, out: Path) -> list[Logger]:
     return loggers
 
 
-def _prepared(folder: Path) -> dict[str, Any]:
+def read_prepared(folder: Path) -> dict[str, Any]:
     """What prepare said of the data: chat template, thinking mode, counts and fingerprints."""
     path = folder / "prepare.json"
     return read_json(path) if path.exists() else {}

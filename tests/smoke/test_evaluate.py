@@ -89,6 +89,34 @@ def test_command_writes_the_report(folders: tuple[Path, Path, Path], tmp_path: P
     assert "identical with and without drafter, 0 near tie(s)" in text
 
 
+def test_replay_gives_the_greedy_tau_without_speed(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    source, saved, prompts = folders
+    words = ["target=any", f"target.name={source}", "target.dtype=float32", f"drafter_dir={saved}"]
+    words += [f"prompts={prompts}", "max_new_tokens=10", "baseline=false"]
+    kept = tmp_path / "answers.safetensors"
+    with initialize_config_module("conf", version_base="1.3"):
+        real = run(compose("eval", words), tmp_path / "real").as_dict()
+        config = compose("eval", [*words, "replay=true", f"recording={kept}"])
+        run(config, tmp_path / "first")
+        before = kept.stat().st_mtime_ns
+        report = run(config, tmp_path / "replay")
+        assert kept.stat().st_mtime_ns == before
+        with pytest.raises(ValueError, match=r"replay is greedy: temperature must be 0 with replay=true, got 0\.5"):
+            run(compose("eval", [*words, "replay=true", "temperature=0.5"]), tmp_path)
+        with pytest.raises(ValueError, match="gives no confidences to calibrate"):
+            run(compose("eval", [*words, "replay=true", "calibrate=true"]), tmp_path)
+    written = json.loads((tmp_path / "replay" / "report.json").read_text())
+    assert written["replay"] is True
+    assert written["tokens_per_s"] is written["speedup"] is written["calibration"] is None
+    for name in ("tau", "accepted", "alpha", "domains"):
+        assert written[name] == pytest.approx(real[name])
+    for name in ("rounds", "prompts", "num_slots", "tokens", "drafter_dir", "target", "drafter"):
+        assert written[name] == (str(saved) if name == "drafter_dir" else real[name])
+    console = Console(width=200, record=True, file=StringIO())
+    report.show(console)
+    assert "no speed" in console.export_text()
+
+
 def test_a_drafter_that_changes_the_output_is_named(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     from eval import decoder
     from eval.verification import Verdict, verify_greedy

@@ -69,6 +69,7 @@ REQUIRED = {
     "train": ("target=any", "target.name=/nowhere", "prepared=/nowhere"),
     "eval": ("target=any", "target.name=/nowhere", "drafter_dir=/nowhere"),
     "export": ("drafter_dir=/nowhere", "action=lint"),
+    "compare": ("target=any", "target.name=/nowhere", "prepared=/nowhere", "budget.steps=1"),
 }
 
 
