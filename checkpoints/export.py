@@ -3,9 +3,10 @@
     headstart export drafter_dir=DRAFTER engine=vllm            writes RUN/vllm and prints the serve command
     headstart export lint drafter_dir=FOLDER engine=sglang      names what the engine would refuse or get wrong
     headstart export verify drafter_dir=DRAFTER reference=FILE  serves it in vLLM, compares acceptance with ours
-    headstart export import drafter_dir=FOREIGN                 writes RUN/drafter, our folder of a foreign EAGLE-3 head
+    headstart export import drafter_dir=FOREIGN                 writes RUN/drafter, our folder of a foreign head
 
-`-m engine=vllm,vllm_speculators,sglang` does several engines. Verify needs an engine's environment (engine.python).
+`-m engine=vllm,vllm_speculators,sglang` does several engines; `engine=transformers` writes what generate() takes.
+Verify needs an engine's environment (engine.python).
 """
 
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 from transformers import PretrainedConfig
 
+from checkpoints.engine_entry import DTYPES
 from checkpoints.engine_run import engine_python
-from checkpoints.engines import DTYPES, ENGINES, Exported, Source, export_engine
+from checkpoints.engines import ENGINES, Exported, Source, export_engine
 from checkpoints.files import write_json
 from checkpoints.folder import CONFIG, FORMAT, Whole, read_drafter, save_drafter
-from checkpoints.foreign import import_eagle3
+from checkpoints.foreign import import_head
 from checkpoints.lint import lint
 from checkpoints.run import known_groups, record, settings
 from checkpoints.target_files import target_config, target_head
@@ -46,8 +48,8 @@ GROUPS = (
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """name: vllm, vllm_speculators or sglang. python: interpreter of the engine's environment. max_num_seqs: requests
-    at a time in verify. timeout_s: of verify."""
+    """name: vllm, vllm_speculators, sglang or transformers. python: interpreter of the engine's environment.
+    max_num_seqs: requests at a time in verify. timeout_s: of verify."""
 
     name: str
     python: str | None = None
@@ -64,7 +66,7 @@ class ExportSettings:
     """action: export, lint, verify or import. drafter_dir: our drafter's folder (lint, import: any head's).
     target_path: folder or hub id of the target as the engine opens it, null for the one the drafter declares. dtype:
     of the exported tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see
-    import_eagle3). reference: what our harness measured (see checkpoints.verify.Reference). tolerance: largest
+    import_head). reference: what our harness measured (see checkpoints.verify.Reference). tolerance: largest
     relative difference in tau."""
 
     action: str
@@ -181,7 +183,7 @@ def bring_in(wanted: ExportSettings, folder: Path, load_target: Callable[[str], 
         raise ValueError("action=import needs target_path, the target that the head was trained for")
     target = load_target(wanted.target_path)
     convention: Any = wanted.layer_convention
-    drafter, notes = import_eagle3(
+    drafter, notes = import_head(
         Path(wanted.drafter_dir), target, num_slots=wanted.num_slots, layer_convention=convention
     )
     data = {"imported_from": str(wanted.drafter_dir), "chat_template": "unknown", "thinking": "unknown"}

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads of other tools (SpecForge, speculators, the EAGLE repository, ModelOpt, AngelSlim) as our own drafters.
+"""Heads of other tools as our own drafters. Here EAGLE-3 (SpecForge, speculators, the EAGLE repository, ModelOpt,
+AngelSlim); checkpoints/foreign_block.py has the block drafters.
 
 Key by key: every tensor and every setting that changes what the head computes is taken, checked or refused by name.
 """
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints.files import read_json
 from checkpoints.folder import drafter_class
+from checkpoints.foreign_block import import_block
 from checkpoints.layout import (
     KNOWN,
     Convention,
     Head,
+    family_of,
     num_features,
     read_head,
     rope_of,
@@ -25,6 +29,21 @@ from drafters.contract import Drafter, TargetParts, default_layers
 from drafters.vocabulary import DraftVocabulary
 
 MUST_BE_OFF = ("norm_before_fc", "attention_bias", "mlp_bias", "bias", "use_sliding_window", "parallel_drafting")
+
+
+def import_head(
+    folder: Path, target: TargetParts, *, num_slots: int | None = None, layer_convention: Convention | None = None
+) -> tuple[Drafter, list[str]]:
+    """A foreign head of any family that is read here, and one line for each thing that was decided. ValueError as the
+    family's importer, and for a family without one."""
+    family = family_of(read_json(Path(folder) / "config.json"))
+    if family == "eagle3":
+        return import_eagle3(folder, target, num_slots=num_slots, layer_convention=layer_convention)
+    if layer_convention is not None:
+        raise ValueError(f"{folder}: layer_convention is for EAGLE-3; other layouts have one convention a key")
+    if family == "block":
+        return import_block(folder, target, num_slots=num_slots)
+    raise ValueError(f"{folder} is a {family} head; import reads EAGLE-3 and block drafters")
 
 
 def import_eagle3(

@@ -1,11 +1,12 @@
-"""Reading an EAGLE-3 head that some tool wrote: layout, tensor names, vocabulary map and layer ids, stated not guessed.
+"""Reading a head that some tool wrote: family, layout, tensor names, vocabulary map and EAGLE-3's layer ids, stated not
+guessed.
 
-Used by the importer and by the linter, so both see a foreign file in the same way.
+Used by the importers and by the linters, so both see a foreign file in the same way.
 """
 
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from checkpoints.files import read_json, read_tensors
 
 Convention = Literal["outputs", "blocks_applied"]
+Family = Literal["eagle3", "block", "peagle", "medusa"]
 CONVENTIONS = ("outputs", "blocks_applied")
 
 # Names of the plain layout, after `midlayer.` / `layers.0.` and a leading `model.` are made one.
@@ -26,14 +28,27 @@ KNOWN = re.compile(
     r"|embed_tokens\.weight|d2t|t2d|input_norm\.weight|fc_norm\.\d+\.weight)"
 )
 
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
+BLOCK_WORDS = ("dflash", "dspark", "domino", "museglimmer")
+BLOCK_NAMES = {
+    "encoder.fc": "fc",
+    "encoder.output_norm_enc": "hidden_norm",
+    "context_proj": "fc",
+    "context_norm": "hidden_norm",
+    "final_norm": "norm",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "confidence_proj": "confidence_head.proj",
+}
+
 
 @dataclass(frozen=True)
 class Head:
     """A foreign head as it lies on disk.
 
-    layout: "speculators" or "plain" (SpecForge, the EAGLE repository, engines). config: config.json. body: the
-    layer's own config (transformer_layer_config in the speculators layout, config itself otherwise). tensors: under
-    unified names.
+    family: what kind of drafter it is. layout: "speculators" or "plain" (SpecForge, the EAGLE repository, engines).
+    config: config.json. body: the layer's own config (transformer_layer_config in the speculators layout, config itself
+    otherwise). tensors: under unified names. written: the name that each has in the file.
     """
 
     folder: Path
@@ -41,6 +56,8 @@ class Head:
     config: dict[str, Any]
     body: dict[str, Any]
     tensors: dict[str, Tensor]
+    family: Family = "eagle3"
+    written: dict[str, str] = field(default_factory=dict)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A switch: from eagle_config, then the top level, then the layer's config."""
@@ -61,19 +78,39 @@ def read_head(folder: Path) -> Head:
         raise ValueError(
             f"{folder / 'config.json'}: transformer_layer_config must be a dictionary, got {type(body).__name__}"
         )
+    family = family_of(config)
     tensors: dict[str, Tensor] = {}
+    written: dict[str, str] = {}
     for name, tensor in _tensors(folder).items():
-        unified = unify(name)
+        unified = unify(name, family)
         if unified in tensors:
             raise ValueError(f"{folder}: two tensors are both {unified!r} (one of them is written {name!r})")
-        tensors[unified] = tensor
-    return Head(folder, "speculators" if speculators else "plain", config, body, tensors)
+        tensors[unified], written[unified] = tensor, name
+    return Head(folder, "speculators" if speculators else "plain", config, body, tensors, family, written)
 
 
-def unify(name: str) -> str:
-    """One spelling for a tensor's name: no leading `model.`, first layer `midlayer.`, SGLang's aux_norm_* as
-    fc_norm.*."""
+def family_of(config: dict[str, Any]) -> Family:
+    """Which family of drafters a config.json describes, by its own words; EAGLE-3 when it says nothing else."""
+    kind = config.get("speculators_model_type")
+    names = " ".join(map(str, [*(config.get("architectures") or []), config.get("model_type")])).lower()
+    if kind in BLOCK_KINDS or "dflash_config" in config or any(word in names for word in BLOCK_WORDS):
+        return "block"
+    if "medusa" in names:
+        return "medusa"
+    return "peagle" if kind == "peagle" or "peagle" in names else "eagle3"
+
+
+def unify(name: str, family: Family = "eagle3") -> str:
+    """One spelling for a tensor's name: no leading `model.`; for EAGLE-3 the first layer `midlayer.` and SGLang's
+    aux_norm_* as fc_norm.*; for block drafters TorchSpec's, transformers' and ModelOpt's names as z-lab's."""
     name = name.removeprefix("model.")
+    if family == "block":
+        name = re.sub(r"^midlayer\.", "layers.0.", name)
+        for found, wanted in BLOCK_NAMES.items():
+            name = re.sub(rf"^{re.escape(found)}\.", f"{wanted}.", name)
+        return {"draft_id_to_target_id": "d2t"}.get(name, name)
+    if family == "medusa":
+        return name
     name = re.sub(r"^(layers\.0|midlayers\.0)\.", "midlayer.", name)
     for i, place in enumerate(("low", "mid", "high")):
         name = name.replace(f"aux_norm_{place}.", f"fc_norm.{i}.")

@@ -1,34 +1,27 @@
-"""What an engine would refuse, or silently get wrong, in an EAGLE-3 head: ours or anybody's.
+"""What an engine would refuse, or silently get wrong, in a head's folder: ours or anybody's.
 
 Most faults of exported heads never raise, they only accept less. So each is looked for in the files themselves, against
-what the engine is known to read (vLLM 0.32, SGLang 0.5.23).
+what the engine is known to read (vLLM 0.32, SGLang 0.5.23, transformers 5.24). Here: EAGLE-3, and the parts that every
+family shares; checkpoints/lint_block.py has the block drafters.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
-from checkpoints.engines import ENGINES, is_default_layers
-from checkpoints.layout import KNOWN, Head, map_is_absolute, num_features, read_head, stated_layers, target_vocabulary
+from checkpoints.engine_entry import is_default_layers
+from checkpoints.engines import ENGINES
+from checkpoints.layout import KNOWN, Head, num_features, read_head, stated_layers, target_vocabulary
+from checkpoints.lint_block import lint_block
+from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
 from drafters.contract import default_layers
 
-Level = Literal["refused", "wrong", "note"]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 ARCHITECTURES = {
     "vllm": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
     "sglang": ("LlamaForCausalLMEagle3",),
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """level: "refused" (the engine fails to load it), "wrong" (it loads and accepts less), "note"."""
-
-    level: Level
-    text: str
 
 
 def lint(folder: Path, engine: str, target: PretrainedConfig | None = None) -> list[Finding]:
@@ -40,10 +33,19 @@ def lint(folder: Path, engine: str, target: PretrainedConfig | None = None) -> l
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; allowed: {', '.join(ENGINES)}")
     head = read_head(folder)
+    if head.family == "block":
+        found = lint_block(head, engine, target)
+    elif engine == "transformers":
+        found = [Finding("refused", "transformers runs block drafters alone")]
+    else:
+        found = _lint_eagle3(head, engine, target)
+    return sorted(found, key=lambda finding: ("refused", "wrong", "note").index(finding.level))
+
+
+def _lint_eagle3(head: Head, engine: str, target: PretrainedConfig | None) -> list[Finding]:
     found = _layout(head, engine)
     found += _names(head, engine) + _layers(head, engine, target) + _vocabulary(head, engine)
-    found += _shapes(head) + _switches(head, engine) + _positions(head, target) + _dtypes(head)
-    return sorted(found, key=lambda finding: ("refused", "wrong", "note").index(finding.level))
+    return found + _shapes(head) + _switches(head, engine) + positions(head, target) + dtypes(head)
 
 
 def _layout(head: Head, engine: str) -> list[Finding]:
@@ -189,27 +191,7 @@ def _vocabulary(head: Head, engine: str) -> list[Finding]:
                 "wrong", f"draft_vocab_size {rows} is below {size}, but there is no d2t: draft ids pass as target ids"
             ),
         ]
-    return found + _map(d2t, head.tensors.get("t2d"), rows, size)
-
-
-def _map(d2t: torch.Tensor, t2d: torch.Tensor | None, rows: int, size: int) -> list[Finding]:
-    found = []
-    if d2t.dtype != torch.int64:
-        found.append(Finding("note", f"d2t is {d2t.dtype}, engines hold int64"))
-    if d2t.shape != (rows,):
-        return [*found, Finding("refused", f"d2t is {tuple(d2t.shape)}, draft_vocab_size is {rows}")]
-    mapped = torch.arange(rows) + d2t.to(torch.int64)
-    if map_is_absolute(d2t, size, t2d):
-        found.append(Finding("wrong", "d2t holds absolute ids; engines add it to the draft id"))
-    elif int(mapped.max()) >= size or int(mapped.min()) < 0:
-        found.append(
-            Finding("refused", f"d2t maps to {int(mapped.min())}..{int(mapped.max())}, the vocabulary is 0..{size - 1}")
-        )
-    elif len(mapped.unique()) != rows:
-        found.append(Finding("wrong", "d2t maps two draft ids to one token"))
-    if t2d is not None and t2d.shape != (size,):
-        found.append(Finding("note", f"t2d is {tuple(t2d.shape)}, not ({size},); no engine reads it"))
-    return found
+    return found + vocabulary_map(d2t, head.tensors.get("t2d"), rows, size)
 
 
 def _shapes(head: Head) -> list[Finding]:
@@ -251,45 +233,4 @@ def _switches(head: Head, engine: str) -> list[Finding]:
             )
     if head.body.get("hidden_act", "silu") != "silu":
         found.append(Finding("refused", f"hidden_act is {head.body['hidden_act']!r}, engines have silu"))
-    rope = head.body.get("rope_parameters") or {}
-    scaling = head.body.get("rope_scaling") or {}
-    theta = head.body.get("rope_theta")
-    if theta is None or not rope:
-        written = "rope_parameters" if rope else "rope_theta" if theta is not None else "neither"
-        found.append(
-            Finding(
-                "note",
-                f"rope is written in one spelling only ({written}); older and newer engines differ in what they read",
-            )
-        )
-    elif rope.get("rope_theta", theta) != theta:
-        found.append(Finding("wrong", f"rope_theta {theta} and rope_parameters.rope_theta {rope['rope_theta']} differ"))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope and scaling and rope.get("rope_type", "default") != kind:
-        found.append(Finding("wrong", f"rope_scaling is {kind!r}, rope_parameters {rope.get('rope_type')!r}"))
-    return found
-
-
-def _positions(head: Head, target: PretrainedConfig | None) -> list[Finding]:
-    own = head.body.get("max_position_embeddings")
-    if own is None:
-        return [Finding("wrong", "max_position_embeddings is missing: the default of 2048 sizes the rope table")]
-    if target is not None and own < target.max_position_embeddings:
-        text = f"max_position_embeddings is {own}, the target's {target.max_position_embeddings}: longer texts overflow"
-        return [Finding("wrong", text)]
-    return []
-
-
-def _dtypes(head: Head) -> list[Finding]:
-    dtypes = sorted({str(t.dtype) for name, t in head.tensors.items() if t.is_floating_point()})
-    if len(dtypes) > 1:
-        return [Finding("note", f"tensors come in {', '.join(dtypes)}; engines cast all to the target's dtype")]
-    written = (
-        head.config.get("dtype")
-        or head.config.get("torch_dtype")
-        or head.body.get("dtype")
-        or head.body.get("torch_dtype")
-    )
-    if written is not None and dtypes and f"torch.{written}" != dtypes[0]:
-        return [Finding("note", f"config.json says {written}, the tensors are {dtypes[0]}")]
-    return []
+    return found + rope_spelling(head)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.engine_run import Run, Served, serve
+from checkpoints.engines import PROVENANCE
 from checkpoints.files import read_json
-from checkpoints.folder import CONFIG
 
 SUPPORTED = ("vllm", "vllm_speculators")
 
@@ -90,12 +90,15 @@ def verify(
 ) -> Verified:
     """Serve `target_path` alone, then with the exported drafter, on the reference's prompts, in one engine process.
 
-    max_num_seqs: requests at a time; 1 compares speed as a single user sees it. RuntimeError when the engine fails.
+    max_num_seqs: requests at a time; 1 compares speed as a single user sees it. RuntimeError when the engine fails,
+    with what the export needs when that is more than an ordinary engine has.
     """
-    config = read_json(Path(export) / CONFIG)
-    engine = "vllm_speculators" if "speculators_model_type" in config else "vllm"
+    written = read_json(Path(export) / PROVENANCE)
+    engine, needs = written["engine"], written["needs"]
+    if written["speculative"] is None:
+        raise ValueError(f"{export} is an export for {engine}, which is not run from here")
     draft = {
-        "method": "eagle3",
+        **written["speculative"],
         "model": str(Path(export).resolve()),
         "num_speculative_tokens": reference.num_slots,
     }
@@ -118,7 +121,8 @@ def verify(
     alone, drafted = serve([run("alone", None), run("drafted", draft)], python, timeout_s=timeout_s)
     for served in (alone, drafted):
         if served.error is not None:
-            raise RuntimeError(f"{engine} failed ({served.name}): {served.error}")
+            hint = f"this export needs {needs}; " if needs and served is drafted else ""
+            raise RuntimeError(f"{engine} failed ({served.name}): {hint}{served.error}")
     return compare(engine, alone, drafted, reference, tolerance)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafters.contract import TargetParts
+from drafters.contract import Drafter, TargetParts
 from drafters.eagle3 import Eagle3
 from drafters.vocabulary import DraftVocabulary
 
@@ -117,7 +117,7 @@ class Case:
     fault_ plants one in the weights."""
 
     name: str
-    build: Callable[[TargetParts], Eagle3]
+    build: Callable[[TargetParts], Drafter]
     alpha: tuple[int, ...] = (1,) * SLOTS
     long: bool = False
 
@@ -283,7 +283,6 @@ CASES = [
     Case("layer_norms", layer_norms),
     Case("rope", behind, long=True),
 ]
-BY_NAME = {case.name: case for case in CASES}
 
 
 def save_target(folder: Path) -> Path:

@@ -16,8 +16,12 @@ from checkpoints.engines import Source, export_engine
 from checkpoints.folder import load_drafter, read_drafter, save_drafter
 from checkpoints.target_files import target_head
 from drafters.sampling import Sampling
-from tests.engine.kit import BY_NAME, CASES, NEW_TOKENS, SLOTS, Case, copy_target, expected, parts, save_target
+from tests.engine.kit import CASES as EAGLE_CASES
+from tests.engine.kit import NEW_TOKENS, SLOTS, Case, copy_target, expected, parts, save_target
+from tests.engine.kit_block import BLOCK_CASES
 
+CASES = EAGLE_CASES + BLOCK_CASES
+BY_NAME = {case.name: case for case in CASES}
 REQUIRED = os.environ.get("HEADSTART_REQUIRE_ENGINE") == "1"
 
 
@@ -93,10 +97,24 @@ class Fault:
     config: Callable[[dict[str, Any]], Any] | None = None
     tensors: Callable[[dict[str, torch.Tensor]], Any] | None = None
     alpha: tuple[int, ...] = (0,) * SLOTS
+    engine: str = "vllm"
+    lost: str | None = None
 
 
 def _outputs_as_ids(config: dict[str, Any]) -> None:
     config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
+
+
+def _block_ids_less_one(config: dict[str, Any]) -> None:
+    config["dflash_config"]["target_layer_ids"] = [i - 1 for i in config["dflash_config"]["target_layer_ids"]]
+
+
+def _block_outputs_as_ids(config: dict[str, Any]) -> None:
+    config["aux_hidden_state_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
+
+
+def _other_mask(config: dict[str, Any]) -> None:
+    config["dflash_config"]["mask_token_id"] += 2
 
 
 def _other_theta(config: dict[str, Any]) -> None:
@@ -111,9 +129,27 @@ FAULTS = [
     Fault("lost_norm_output", "recycled_after_norm", config=lambda c: c.update(norm_output=False), alpha=FIRST_ONLY),
     Fault("lost_residual_switch", "residual_after_norm", config=lambda c: c.update(norm_before_residual=False)),
     Fault("lost_theta", "rope", config=_other_theta),
+    Fault("block_ids_less_one", "block_layer", config=_block_ids_less_one),
+    Fault("block_outputs_as_ids", "block_layer", config=_block_outputs_as_ids, engine="vllm_speculators"),
+    Fault("block_other_mask", "block_layer", config=_other_mask),
+    Fault("block_lost_theta", "block_layer", config=_other_theta),
+    Fault("block_missing_d2t", "block_vocabulary", tensors=lambda tensors: tensors["d2t"].zero_()),
+    Fault("block_lost_mask_file", "block_trained_mask", lost="mask_embedding.pt"),
+    Fault("block_lost_window", "block_windowed", config=lambda c: c.update(layer_types=["full_attention"])),
+    Fault("block_short_window", "block_windowed", config=lambda c: c.update(sliding_window=SLOTS + 1)),
+    Fault(
+        "block_lost_causality",
+        "block_windowed",
+        config=lambda c: c.pop("sliding_window_non_causal"),
+        engine="vllm_speculators",
+    ),
 ]
 ENGINE_CASES = [(case.name, engine) for case in CASES for engine in ("vllm",)] + [
-    (name, "vllm_speculators") for name in ("layer", "vocabulary", "residual_after_norm", "four_layers")
+    (name, "vllm_speculators")
+    for name in (
+        *("layer", "vocabulary", "residual_after_norm", "four_layers"),
+        *("block_layer", "block_vocabulary", "block_trained_mask", "block_windowed"),
+    )
 ]
 
 
@@ -137,6 +173,8 @@ def plant(folder: Path, fault: Fault) -> None:
         tensors = load_file(folder / "model.safetensors")
         fault.tensors(tensors)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if fault.lost is not None:
+        (folder / fault.lost).unlink()
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +190,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
         return export_engine(source, engine, root / label).folder
 
     def run(label: str, case: Case, folder: Path | None) -> Run:
-        draft = folder and {"method": "eagle3", "model": str(folder), "num_speculative_tokens": SLOTS}
+        # The way to serve it comes from the export itself, as in `export verify`.
+        way = folder and json.loads((folder / "headstart.json").read_text())["speculative"]
+        draft = folder and {**way, "model": str(folder), "num_speculative_tokens": SLOTS}
         return Run(
             label, str(target), case.prompts, NEW_TOKENS, 64, draft, "float32", len(case.prompts), ignore_eos=True
         )
@@ -162,7 +202,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
         label = f"{engine}-{name}"
         runs.append(run(label, BY_NAME[name], exported(name, engine, label)))
     for fault in FAULTS:
-        folder = exported(fault.case, "vllm", fault.name)
+        folder = exported(fault.case, fault.engine, fault.name)
         plant(folder, fault)
         runs.append(run(fault.name, BY_NAME[fault.case], folder))
     return {result.name: result for result in serve(runs, python, threads=1)}

@@ -16,6 +16,7 @@ from drafters.eagle3 import Eagle3
 from drafters.vocabulary import DraftVocabulary
 from tests.doubles import tiny_target
 
+EAGLE_ENGINES = [engine for engine, table in ENGINES.items() if "eagle3" in table]
 IDS = "eagle_aux_hidden_state_layer_ids"
 # The last token is in, as in any real draft vocabulary: absolute ids cannot pass as offsets.
 KEPT = torch.tensor([1, 4, 9, 63])
@@ -34,7 +35,7 @@ def levels(findings: list[Any], level: str) -> list[str]:
     return [finding.text for finding in findings if finding.level == level]
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", EAGLE_ENGINES)
 @pytest.mark.parametrize("pruned", [True, False])
 @pytest.mark.parametrize("head", ["own", "target"])
 @pytest.mark.parametrize("layers", [[1, 3, 4], [0, 2, 5, 7]], ids=["default", "four"])
