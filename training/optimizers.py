@@ -60,14 +60,19 @@ def rate(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Optimizer over trainable named parameters. Under Muon, matrices other than the head go to Muon."""
+    """Optimizer over trainable named parameters. Under Muon, matrices go to Muon, save heads, tables of tokens and
+    single rows."""
     trainable = [(name, p) for name, p in named if p.requires_grad]
     betas = cast(tuple[float, float], tuple(settings.betas))  # a list when it comes from yaml
     if settings.name == "adamw":
         return torch.optim.AdamW(
             [p for _, p in trainable], lr=settings.lr, betas=betas, weight_decay=settings.weight_decay
         )
-    matrices = [p for name, p in trainable if p.ndim == 2 and "head" not in name and "embed" not in name]
+    matrices = [
+        p
+        for name, p in trainable
+        if p.ndim == 2 and min(p.shape) > 1 and not any(word in name for word in ("head", "embed", "codebook"))
+    ]
     inside = {id(p) for p in matrices}
     rest = [p for _, p in trainable if id(p) not in inside]
     return Muon(

@@ -57,3 +57,14 @@ def test_unknown_names_are_refused():
         OptimizerSettings(name="sgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="warmup"):
         OptimizerSettings(warmup=2.0)
+
+
+def test_tables_of_tokens_and_single_rows_stay_with_adam():
+    named = {
+        "selector.predecessor_codebook": nn.Parameter(torch.zeros(50, 4)),
+        "mask_hidden": nn.Parameter(torch.zeros(1, 6)),
+        "layers.0.mlp.up_proj.weight": nn.Parameter(torch.zeros(3, 4)),
+    }
+    matrices, rest = build_optimizer(named.items(), OptimizerSettings(name="muon")).param_groups
+    assert [p.shape for p in matrices["params"]] == [(3, 4)]
+    assert [p.shape for p in rest["params"]] == [(50, 4), (1, 6)]
