@@ -1,4 +1,4 @@
-"""EAGLE-3 for each engine."""
+"""EAGLE-3 and P-EAGLE for each engine."""
 
 from typing import Any
 
@@ -120,4 +120,50 @@ EAGLE3 = {
     "vllm": vllm_entry(_refuse, _vllm, SPECULATIVE),
     "vllm_speculators": speculators_entry(_refuse, _speculators, SPECULATIVE),
     "sglang": Entry(_refuse_sglang, _sglang, _command),
+}
+
+
+# P-EAGLE: EAGLE-3's tensors, more layers, and mask_hidden, which the engine sends through fc like a feature
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _parallel_body(source: Source) -> dict[str, Any]:
+    features = {"num_aux_hidden_states": len(source.whole.declared.layers)}
+    return body_config(source, "llama", source.settings["depth"]) | features
+
+
+def _parallel_keys(source: Source) -> dict[str, Any]:
+    return {
+        "draft_vocab_size": source.whole.declared.vocabulary["size"],
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "mask_token_id": source.whole.declared.mask_token,
+        "eagle_aux_hidden_state_layer_ids": source.in_ids,
+    }
+
+
+def _parallel(source: Source) -> Files:
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_parallel_body(source),
+        **_parallel_keys(source),
+        **dtype_keys(source),
+    }
+    return Files(config, _tensors(source), _notes(source))
+
+
+def _parallel_speculators(source: Source) -> Files:
+    body = {"architectures": ["LlamaForCausalLM"], **_parallel_body(source), **dtype_keys(source)}
+    config = {
+        "architectures": ["PEagleDraftModel"],
+        **speculators_config(source, "peagle", body),
+        **_parallel_keys(source),
+    }
+    return Files(config, _tensors(source), _notes(source))
+
+
+PARALLEL = {"method": "eagle3", "parallel_drafting": True}
+PEAGLE = {
+    "vllm": vllm_entry(_refuse, _parallel, PARALLEL),
+    "vllm_speculators": speculators_entry(_refuse, _parallel_speculators, PARALLEL),
 }

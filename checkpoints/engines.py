@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from checkpoints.engine_block import DFLASH, DFLASH2, DOMINO, DSPARK
-from checkpoints.engine_eagle import EAGLE3
+from checkpoints.engine_eagle import EAGLE3, PEAGLE
 from checkpoints.engine_entry import Entry, Source
+from checkpoints.engine_medusa import MEDUSA
 from checkpoints.files import atomic, write_json, write_tensors
 from checkpoints.folder import CONFIG, TENSORS
 from checkpoints.layout_block import MASK_FILE
@@ -23,6 +24,8 @@ PROVENANCE = "headstart.json"
 NAMES = ("vllm", "vllm_speculators", "sglang", "transformers")
 ARCHITECTURES: dict[str, dict[str, Entry]] = {
     "eagle3": EAGLE3,
+    "peagle": PEAGLE,
+    "medusa": MEDUSA,
     "dflash": DFLASH,
     "dspark": DSPARK,
     "domino": DOMINO,

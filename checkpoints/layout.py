@@ -97,7 +97,9 @@ def family_of(config: dict[str, Any]) -> Family:
         return "block"
     if "medusa" in names:
         return "medusa"
-    return "peagle" if kind == "peagle" or "peagle" in names else "eagle3"
+    # A plain P-EAGLE folder has EAGLE-3's architecture (vLLM renames any other) and a mask token.
+    masked = config.get("mask_token_id") is not None or config.get("pard_token") is not None
+    return "peagle" if kind == "peagle" or "peagle" in names or masked else "eagle3"
 
 
 def unify(name: str, family: Family = "eagle3") -> str:
@@ -111,6 +113,8 @@ def unify(name: str, family: Family = "eagle3") -> str:
         return {"draft_id_to_target_id": "d2t"}.get(name, name)
     if family == "medusa":
         return name
+    if family == "peagle":
+        return re.sub(r"^(midlayer|midlayers\.0)\.", "layers.0.", name)
     name = re.sub(r"^(layers\.0|midlayers\.0)\.", "midlayer.", name)
     for i, place in enumerate(("low", "mid", "high")):
         name = name.replace(f"aux_norm_{place}.", f"fc_norm.{i}.")

@@ -15,6 +15,7 @@ from checkpoints.engines import ENGINES
 from checkpoints.layout import KNOWN, Head, num_features, read_head, stated_layers, target_vocabulary
 from checkpoints.lint_block import lint_block
 from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
+from checkpoints.lint_heads import lint_medusa, lint_peagle
 from drafters.contract import default_layers
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -35,6 +36,10 @@ def lint(folder: Path, engine: str, target: PretrainedConfig | None = None) -> l
     head = read_head(folder)
     if head.family == "block":
         found = lint_block(head, engine, target)
+    elif head.family == "medusa":
+        found = lint_medusa(head, engine, target)
+    elif head.family == "peagle":
+        found = lint_peagle(head, engine, target)
     elif engine == "transformers":
         found = [Finding("refused", "transformers runs block drafters alone")]
     else:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafters.contract import TargetParts
 from drafters.dflash import DFlash
+from drafters.dspark import DSpark
 from tests.engine.kit import (
     ACTING,
     HEAD_DIM,
@@ -132,6 +133,11 @@ def looks_ahead(target: TargetParts, **block: Any) -> DFlash:
     state["layers.0.self_attn.k_proj.weight"][:, NAME[MASK]] = phases(-1)
     advance(state, DISTANCE - 1)
     return drafter
+
+
+def sequential(target: TargetParts) -> DSpark:
+    """A DSpark drafter of zeros, for engines that refuse the method."""
+    return DSpark(target, num_slots=SLOTS, layers=PAIR, block={"depth": 1, "mask_token": MASK}, head={"rank": 4})
 
 
 FIRST_ONLY = (1,) + (0,) * (SLOTS - 1)

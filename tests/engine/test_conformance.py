@@ -10,23 +10,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from checkpoints.engine_run import PYTHON, Run, Served, engine_python, serve
-from checkpoints.engines import Source, export_engine
+from checkpoints.engines import PROVENANCE, Source, export_engine
 from checkpoints.folder import load_drafter, read_drafter, save_drafter
 from checkpoints.target_files import target_head
 from drafters.sampling import Sampling
 from tests.engine.kit import CASES as EAGLE_CASES
 from tests.engine.kit import NEW_TOKENS, SLOTS, Case, copy_target, expected, parts, save_target
-from tests.engine.kit_block import BLOCK_CASES
+from tests.engine.kit_block import BLOCK_CASES, FIRST_ONLY, sequential
+from tests.engine.kit_heads import HEAD_CASES
 
-CASES = EAGLE_CASES + BLOCK_CASES
+CASES = EAGLE_CASES + BLOCK_CASES + HEAD_CASES
 BY_NAME = {case.name: case for case in CASES}
 REQUIRED = os.environ.get("HEADSTART_REQUIRE_ENGINE") == "1"
 
 
-def aux_of(model: Any, tokens: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
-    """Outputs of the layers themselves, by hooks: [1, T, L, D]."""
+def features_of(model: Any, tokens: torch.Tensor, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of the layers themselves, by hooks [1, T, L, D], and the last hidden state [1, T, D]."""
     kept: dict[int, torch.Tensor] = {}
     hooks = [
         model.model.layers[i].register_forward_hook(
@@ -34,10 +36,11 @@ def aux_of(model: Any, tokens: torch.Tensor, layers: tuple[int, ...]) -> torch.T
         )
         for i in layers
     ]
-    model(tokens)
+    last = model.model(tokens).last_hidden_state
     for hook in hooks:
         hook.remove()
-    return torch.stack([kept[i].view(1, tokens.shape[1], -1) for i in layers], 2)
+    aux = [kept[i].view(1, tokens.shape[1], -1) for i in layers]
+    return torch.stack(aux, 2) if aux else last[:, :, None][:, :, :0], last
 
 
 @torch.inference_mode()
@@ -46,12 +49,12 @@ def own_alpha(case: Case, drafter: Any, model: Any) -> list[float]:
     accepted, rounds = [0] * SLOTS, 0
     for prompt in case.prompts:
         text = torch.tensor([prompt + expected(prompt)])
-        aux = aux_of(model, text, drafter.needs.layers)
+        aux, last = features_of(model, text, drafter.needs.layers)
         state, read, anchor = drafter.begin(1, text.shape[1] + 8), 0, len(prompt)
         while anchor + SLOTS < text.shape[1]:
             fresh = slice(read, anchor)
             following = text[:, read + 1 : anchor + 1]
-            drafter.observe(state, following, aux[:, fresh], aux[:, fresh, -1], torch.tensor([anchor - read]))
+            drafter.observe(state, following, aux[:, fresh], last[:, fresh], torch.tensor([anchor - read]))
             read = anchor
             drafted = drafter.propose(state, SLOTS, Sampling(), torch.zeros(1, dtype=torch.int64)).tokens[0]
             right = (drafted == text[0, anchor + 1 : anchor + 1 + SLOTS]).long().cumprod(0)
@@ -121,7 +124,6 @@ def _other_theta(config: dict[str, Any]) -> None:
     config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1_000_000.0
 
 
-FIRST_ONLY = (1, 0, 0)
 FAULTS = [
     Fault("ids_as_outputs", "layer", config=_outputs_as_ids),
     Fault("missing_d2t", "vocabulary", tensors=lambda tensors: tensors["d2t"].zero_()),
@@ -129,6 +131,9 @@ FAULTS = [
     Fault("lost_norm_output", "recycled_after_norm", config=lambda c: c.update(norm_output=False), alpha=FIRST_ONLY),
     Fault("lost_residual_switch", "residual_after_norm", config=lambda c: c.update(norm_before_residual=False)),
     Fault("lost_theta", "rope", config=_other_theta),
+    Fault("parallel_lost_mask_hidden", "parallel_layer", tensors=lambda t: t["mask_hidden"].zero_(), alpha=FIRST_ONLY),
+    Fault("parallel_other_mask", "parallel_layer", config=lambda c: c.update(mask_token_id=2), alpha=FIRST_ONLY),
+    Fault("medusa_wrong_map", "medusa_vocabulary", tensors=lambda t: t["token_map"].copy_(torch.arange(32))),
     Fault("block_ids_less_one", "block_layer", config=_block_ids_less_one),
     Fault("block_outputs_as_ids", "block_layer", config=_block_outputs_as_ids, engine="vllm_speculators"),
     Fault("block_other_mask", "block_layer", config=_other_mask),
@@ -144,13 +149,30 @@ FAULTS = [
         engine="vllm_speculators",
     ),
 ]
-ENGINE_CASES = [(case.name, engine) for case in CASES for engine in ("vllm",)] + [
-    (name, "vllm_speculators")
-    for name in (
-        *("layer", "vocabulary", "residual_after_norm", "four_layers"),
-        *("block_layer", "block_vocabulary", "block_trained_mask", "block_windowed"),
-    )
-]
+# Weights with a fault show the harness that it would see one; the engine's own faults are those above.
+NOT_SERVED = ("fault_block_swapped_layer", "fault_parallel_swapped_layer", "fault_medusa_heads_off_by_one")
+IN_SPECULATORS = (
+    *("layer", "vocabulary", "residual_after_norm", "four_layers", "parallel_layer"),
+    *("block_layer", "block_vocabulary", "block_trained_mask", "block_windowed"),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One engine start: a case as an engine gets it, with or without a fault."""
+
+    case: Case
+    engine: str
+    alpha: tuple[int, ...]
+    fault: Fault | None = None
+
+
+STARTS = {f"vllm-{case.name}": Start(case, "vllm", case.alpha) for case in CASES if case.name not in NOT_SERVED}
+STARTS |= {
+    f"vllm_speculators-{name}": Start(BY_NAME[name], "vllm_speculators", BY_NAME[name].alpha) for name in IN_SPECULATORS
+}
+STARTS |= {fault.name: Start(BY_NAME[fault.case], fault.engine, fault.alpha, fault) for fault in FAULTS}
+ALONE, REFUSED = "target_alone", "refused_by_runner"
 
 
 def engine_or_skip() -> Path:
@@ -178,63 +200,110 @@ def plant(folder: Path, fault: Fault) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
-    """Every case and fault in one engine process."""
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
+    """Every selected case and fault, in one engine process."""
     python = engine_or_skip()
     root = tmp_path_factory.mktemp("engine")
     target, model = save_target(root / "target"), parts(copy_target())
 
-    def exported(name: str, engine: str, label: str) -> Path:
-        own = save_drafter(root / f"own-{label}", BY_NAME[name].build(model), target_identity=model.identity or {})
+    def exported(case: Case, engine: str, label: str) -> Path:
+        own = save_drafter(root / f"own-{label}", case.build(model), target_identity=model.identity or {})
         source = Source(read_drafter(own), str(target), torch.float32, lambda: target_head(str(target)))
         return export_engine(source, engine, root / label).folder
 
     def run(label: str, case: Case, folder: Path | None) -> Run:
         # The way to serve it comes from the export itself, as in `export verify`.
-        way = folder and json.loads((folder / "headstart.json").read_text())["speculative"]
+        way = folder and json.loads((folder / PROVENANCE).read_text())["speculative"]
         draft = folder and {**way, "model": str(folder), "num_speculative_tokens": SLOTS}
         return Run(
             label, str(target), case.prompts, NEW_TOKENS, 64, draft, "float32", len(case.prompts), ignore_eos=True
         )
 
-    runs = [run("target_alone", BY_NAME["layer"], None)]
-    for name, engine in ENGINE_CASES:
-        label = f"{engine}-{name}"
-        runs.append(run(label, BY_NAME[name], exported(name, engine, label)))
-    for fault in FAULTS:
-        folder = exported(fault.case, fault.engine, fault.name)
-        plant(folder, fault)
-        runs.append(run(fault.name, BY_NAME[fault.case], folder))
-    return {result.name: result for result in serve(runs, python, threads=1)}
+    runs = []
+    for label in _selected(request.session):
+        if label == ALONE:
+            runs.append(run(label, BY_NAME["layer"], None))
+            continue
+        start = STARTS.get(label) or Start(Case(label, sequential), "vllm", ())
+        folder = exported(start.case, start.engine, label)
+        if start.fault is not None:
+            plant(folder, start.fault)
+        runs.append(run(label, start.case, folder))
+    return {result.name: result for result in serve(runs, python, threads=1, timeout_s=3600)}
+
+
+def _selected(session: pytest.Session) -> list[str]:
+    """Labels of the engine tests that this session runs: a start costs seconds, so no other is made."""
+    found = [item.callspec.params["label"] for item in session.items if item.get_closest_marker("engine")]
+    return list(dict.fromkeys(found))
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_vllm_target_alone(served: dict[str, Served]) -> None:
-    result = served["target_alone"]
+@pytest.mark.parametrize("label", [ALONE])
+def test_vllm_target_alone(label: str, served: dict[str, Served]) -> None:
+    result = served[label]
     assert result.error is None, result.error
     assert result.outputs == [expected(prompt) for prompt in BY_NAME["layer"].prompts]
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "engine"), ENGINE_CASES)
-def test_vllm_case(name: str, engine: str, served: dict[str, Served]) -> None:
-    case = BY_NAME[name]
-    _check(served[f"{engine}-{name}"], case, case.alpha)
+@pytest.mark.parametrize("label", list(STARTS))
+def test_vllm(label: str, served: dict[str, Served]) -> None:
+    _check(served[label], STARTS[label].case, STARTS[label].alpha)
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_vllm_fault(fault: Fault, served: dict[str, Served]) -> None:
-    _check(served[fault.name], BY_NAME[fault.case], fault.alpha)
+@pytest.mark.parametrize("label", [REFUSED])
+def test_vllm_on_the_cpu_refuses_what_needs_its_other_runner(label: str, served: dict[str, Served]) -> None:
+    assert "dspark" in str(served[label].error)
 
 
 def _check(result: Served, case: Case, alpha: tuple[int, ...]) -> None:
     assert result.error is None, result.error
     assert result.outputs == [expected(prompt) for prompt in case.prompts], "the drafter changed the greedy text"
     near([count / result.drafts for count in result.accepted_per_slot], alpha)
+
+
+# transformers
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "shift"),
+    [("block_layer", 0), ("block_four_layers_two_deep", 0), ("block_anchor", 0), ("block_layer", -1)],
+)
+def test_transformers_accepts_as_we_do(name: str, shift: int, tmp_path: Path) -> None:
+    """generate(speculation_type="dflash"): the target's text, in as few passes as the acceptance gives; with layer ids
+    shifted by one, in one pass a token."""
+    model, case = copy_target(), BY_NAME[name]
+    target = parts(model)
+    own = save_drafter(tmp_path / "own", case.build(target), target_identity=target.identity or {})
+    folder = export_engine(Source(read_drafter(own), "target", torch.float32), "transformers", tmp_path / "out").folder
+    config = json.loads((folder / "config.json").read_text())
+    config["target_layer_ids"] = [layer + shift for layer in config["target_layer_ids"]]
+    (folder / "config.json").write_text(json.dumps(config))
+    assistant = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    prompt = torch.tensor([case.prompts[0]])
+    made = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        position_ids=torch.arange(prompt.shape[1])[None],
+        assistant_model=assistant,
+        speculation_type="dflash",
+        max_new_tokens=NEW_TOKENS + 1,
+        do_sample=False,
+    )
+    assert made[0, prompt.shape[1] :].tolist() == expected(case.prompts[0], NEW_TOKENS + 1)
+    # The first pass gives one token, every other its accepted ones and one more.
+    accepted = 0 if shift else sum(case.alpha)
+    assert len(passes) == 1 + -(-NEW_TOKENS // (1 + accepted))
 
 
 def test_missing_engine_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
 from checkpoints.engine_run import Served
-from checkpoints.engines import ENGINES, Source, export_engine
+from checkpoints.engines import ENGINES, PROVENANCE, Source, export_engine
 from checkpoints.export import execute
 from checkpoints.files import read_tensors
 from checkpoints.folder import read_drafter, save_drafter
 from checkpoints.target_files import target_head
-from checkpoints.verify import Reference, compare, conditional
+from checkpoints.verify import Reference, compare, conditional, verify
 from drafters.eagle3 import Eagle3
 from drafters.vocabulary import DraftVocabulary
 from tests.doubles import save_tiny, tiny_target
@@ -214,6 +214,29 @@ def test_verify_counts_as_engines_do() -> None:
     assert conditional([3, 0, 0], 6) == [0.5, 0.0, 0.0]
     with pytest.raises(RuntimeError, match="no draft round"):
         compare("vllm", alone, alone, reference, tolerance=0.02)
+
+
+def test_verify_serves_as_the_export_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method is the export's own; what a failed start lacks is said; an engine that is not run here is refused."""
+    given = source(tmp_path / "own", tiny_target())
+    folder = export_engine(given, "vllm", tmp_path / "out").folder
+    reference, seen = Reference([[5]], 2, 3, tau=2.0), []
+
+    def serve(runs: list[Any], python: Path, timeout_s: float) -> list[Served]:
+        seen.extend(run.speculative for run in runs)
+        return [Served("alone", [[1, 2]], 1.0), Served("drafted", error="NotImplementedError: no")]
+
+    monkeypatch.setattr("checkpoints.verify.serve", serve)
+    with pytest.raises(RuntimeError, match=r"\(drafted\): NotImplementedError"):
+        verify(folder, "target", reference, Path("python"))
+    assert seen == [None, {"method": "eagle3", "model": str(folder.resolve()), "num_speculative_tokens": 3}]
+    written = json.loads((folder / PROVENANCE).read_text()) | {"needs": "the other runner"}
+    (folder / PROVENANCE).write_text(json.dumps(written))
+    with pytest.raises(RuntimeError, match="this export needs the other runner; NotImplementedError"):
+        verify(folder, "target", reference, Path("python"))
+    sglang = export_engine(given, "sglang", tmp_path / "sglang").folder
+    with pytest.raises(ValueError, match="sglang, which is not run from here"):
+        verify(sglang, "target", reference, Path("python"))
 
 
 def test_reference_is_read_strictly(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""What vLLM would refuse, or silently get wrong, in a P-EAGLE or a Medusa folder. No other engine runs either."""
+
+from transformers import PretrainedConfig
+
+from checkpoints.layout import Head, target_vocabulary
+from checkpoints.lint_common import Finding, dtypes, positions, rope_spelling, vocabulary_map
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _against(head: Head, wanted: Shapes, optional: set[str]) -> list[Finding]:
+    """Names and shapes of the tensors against the engine's own parameters."""
+    found = []
+    for name in sorted(set(head.tensors) - set(wanted) - optional):
+        found.append(Finding("refused", f"{head.written.get(name, name)} is no parameter of the engine"))
+    for name, shape in wanted.items():
+        if name not in head.tensors:
+            found.append(Finding("wrong", f"{name} is missing and stays at its random or unit start"))
+        elif tuple(head.tensors[name].shape) != shape:
+            got = tuple(head.tensors[name].shape)
+            found.append(Finding("refused", f"{name} is {got}, config.json gives {shape}"))
+    return found
+
+
+def _sizes(head: Head, keys: tuple[str, ...]) -> list[Finding]:
+    missing = [key for key in keys if not isinstance(head.body.get(key), int)]
+    return [Finding("refused", f"config.json lacks {', '.join(missing)}")] if missing else []
+
+
+# P-EAGLE
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def lint_peagle(head: Head, engine: str, target: PretrainedConfig | None) -> list[Finding]:
+    """Findings in a P-EAGLE folder for one engine."""
+    if not engine.startswith("vllm"):
+        return [Finding("refused", f"{engine} has no parallel EAGLE drafting; vLLM's V1 runner has")]
+    if (engine == "vllm_speculators") != (head.layout == "speculators"):
+        return [Finding("refused", f"{engine} does not read the {head.layout} layout")]
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    if found := _sizes(head, keys):
+        return found
+    architectures = head.config.get("architectures") or []
+    if engine == "vllm" and not any(name.endswith("Eagle3") or name.startswith("Eagle3") for name in architectures):
+        text = f"architectures {architectures}: method eagle3 looks for them under another name"
+        found.append(Finding("refused", text))
+    found += _against(head, _peagle_shapes(head), {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"})
+    return found + _peagle_settings(head, target) + rope_spelling(head) + positions(head, target) + dtypes(head)
+
+
+def _peagle_shapes(head: Head) -> Shapes:
+    body = head.body
+    size, inner, heads = body["hidden_size"], body["intermediate_size"], body["num_attention_heads"]
+    width, groups = body.get("head_dim") or size // heads, body.get("num_key_value_heads") or heads
+    wide = size * _features(head)
+    shapes: Shapes = {"fc.weight": (size, wide), "mask_hidden": (1, wide), "norm.weight": (size,)}
+    for i in range(body["num_hidden_layers"]):
+        reads = size if i else 2 * size
+        layer: Shapes = {
+            "input_layernorm.weight": (size,),
+            "post_attention_layernorm.weight": (size,),
+            "self_attn.q_proj.weight": (heads * width, reads),
+            "self_attn.k_proj.weight": (groups * width, reads),
+            "self_attn.v_proj.weight": (groups * width, reads),
+            "self_attn.o_proj.weight": (size, heads * width),
+            "mlp.gate_proj.weight": (inner, size),
+            "mlp.up_proj.weight": (inner, size),
+            "mlp.down_proj.weight": (size, inner),
+        }
+        if i == 0:
+            layer["hidden_norm.weight"] = (size,)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _features(head: Head) -> int:
+    return int(head.body.get("num_aux_hidden_states") or head.config.get("num_aux_hidden_states") or 3)
+
+
+def _peagle_settings(head: Head, target: PretrainedConfig | None) -> list[Finding]:
+    found, size = [], target_vocabulary(head)
+    ids = head.config.get("eagle_aux_hidden_state_layer_ids")
+    if ids and len(ids) != _features(head):
+        found.append(Finding("refused", f"{len(ids)} layer ids are stated, fc reads {_features(head)} features"))
+    if ids and target is not None and not 0 < min(ids) <= max(ids) <= target.num_hidden_layers:
+        found.append(
+            Finding("refused", f"ids {ids} count blocks applied, 1..{target.num_hidden_layers} in this target")
+        )
+    mask = head.config.get("mask_token_id", head.config.get("pard_token"))
+    if mask is None:
+        found.append(Finding("refused", "mask_token_id is missing"))
+    elif not 0 <= mask < size:
+        found.append(Finding("refused", f"mask_token_id is {mask}, the vocabulary is 0..{size - 1}"))
+    rows, d2t = head.config.get("draft_vocab_size") or size, head.tensors.get("d2t")
+    lm_head = head.tensors.get("lm_head.weight")
+    if lm_head is not None and len(lm_head) != rows:
+        found.append(Finding("refused", f"lm_head has {len(lm_head)} rows, draft_vocab_size is {rows}"))
+    if rows != size and (lm_head is None or d2t is None):
+        lacks = "lm_head" if lm_head is None else "d2t"
+        found.append(Finding("wrong", f"draft_vocab_size {rows} is below {size}, but there is no {lacks}"))
+    elif d2t is not None:
+        found += vocabulary_map(d2t, head.tensors.get("t2d"), rows, size)
+    return found
+
+
+# Medusa
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def lint_medusa(head: Head, engine: str, target: PretrainedConfig | None) -> list[Finding]:
+    """Findings in a Medusa folder (vLLM's own names) for one engine."""
+    if engine != "vllm":
+        return [Finding("refused", f"{engine} has no Medusa; vLLM's plain layout has")]
+    keys = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
+    if found := _sizes(head, keys):
+        return found
+    size, count = head.body["hidden_size"], head.body["vocab_size"]
+    words = head.body.get("truncated_vocab_size") or count
+    shapes: Shapes = {}
+    for i in range(head.body["num_heads"]):
+        for j in range(head.body["num_hidden_layers"]):
+            shapes[f"blocks.{i}.layers.{j}.weight"] = (size, size)
+            if head.body.get("medusa_fc_bias"):
+                shapes[f"blocks.{i}.layers.{j}.bias"] = (size,)
+        if not head.body.get("original_lm_head"):
+            shapes[f"lm_heads.{i}.weight"] = (count, size)
+    if head.body.get("original_lm_head"):
+        shapes["lm_head.weight"] = (words, size)
+    if words < count:
+        shapes["token_map"] = (words,)
+    # Names that are not its own are dropped without a word.
+    found = [
+        Finding("wrong", f"{finding.text}: skipped without a word") if "no parameter" in finding.text else finding
+        for finding in _against(head, shapes, set())
+    ]
+    if target is not None and (size, count) != (target.hidden_size, target.vocab_size):
+        own = (target.hidden_size, target.vocab_size)
+        found.append(Finding("refused", f"hidden_size and vocab_size are {(size, count)}, the target's {own}"))
+    token_map = head.tensors.get("token_map")
+    if token_map is not None and not 0 <= int(token_map.min()) <= int(token_map.max()) < count:
+        found.append(Finding("refused", f"token_map leaves the vocabulary 0..{count - 1}"))
+    return found + dtypes(head)
