@@ -2,7 +2,7 @@
 
 A confidence c_k estimates that slot k is accepted, given that slots 1..k-1 were; its running product c_1 * .. * c_k is
 then the chance that the whole prefix survives, which is what a scheduler cuts proposals by. Sequential temperature
-scaling (DSpark, arXiv 2607.05147) gives each slot a temperature T_k, left to right: sigmoid(logit(c_k) / T_k) makes the
+scaling (arXiv 2607.05147) gives each slot a temperature T_k, left to right: sigmoid(logit(c_k) / T_k) makes the
 calibration error of the running product least, earlier slots' temperatures fixed.
 
 Letters in shapes: N rounds, K slots.

@@ -88,7 +88,7 @@ class Comparison:
             ("alpha by slot, greedy", self._alphas()),
             ("tau by domain, greedy", self._domains()),
         ]
-        return [(title, rows) for title, rows in tables if len(rows[0]) > 1]
+        return [(title, rows) for title, rows in tables if len(rows) > 1 and len(rows[0]) > 1]
 
     def _rows(self, columns: list[Column]) -> Rows:
         """A table of columns, one row a drafter."""

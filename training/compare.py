@@ -34,7 +34,7 @@ from data.features import conversations_fingerprint
 from data.target import Target, TargetSettings
 from eval.calibration import save_calibration
 from eval.comparison import Comparison, Entry, harness_figures, replay_figures
-from eval.evaluate import Baseline, EvalSettings, baselines, drafter_words, evaluate, load_prompts, questions
+from eval.evaluate import Baseline, EvalSettings, baselines, checked, drafter_words, evaluate, load_prompts, questions
 from eval.progress import Watch
 from eval.recording import Recording, kept
 from eval.replayed import measure_replay
@@ -292,12 +292,23 @@ def run(config: DictConfig, out: Path) -> Comparison:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    comparison = Comparison({"budget": chosen.budget}, failures=failures)
-    if int(os.environ.get("LOCAL_RANK", "0")) or len(failures) == len(runs):  # further ranks help with training alone
+    about: dict[str, Any] = {
+        "budget": chosen.budget,
+        "settings": asdict(chosen) | {"dtype": target_settings.dtype},
+        "prompts": len(checked(prompts, chosen.measuring(0.0))),
+        "target": {"name": target_settings.name},
+        "machine": machine(),
+    }
+    comparison = Comparison(about, failures=failures)
+    if int(os.environ.get("LOCAL_RANK", "0")):  # further ranks help with training alone
         return comparison
-    target = Target.load(**asdict(target_settings))
-    measure(Measurer(target, prompts, chosen, out), runs, comparison)
-    record(out, config, target=target.identity)
+    if len(failures) < len(runs):
+        target = Target.load(**asdict(target_settings))
+        about["settings"]["dtype"] = str(target.dtype).removeprefix("torch.")
+        about["target"] = dict(target.identity)
+        record(out, config, target=target.identity)
+        measure(Measurer(target, prompts, chosen, out), runs, comparison)
+    comparison.write(out)
     comparison.show(console)
     console.print(f"comparison     {out / 'compare.md'}", soft_wrap=True)
     return comparison
@@ -305,15 +316,8 @@ def run(config: DictConfig, out: Path) -> Comparison:
 
 def measure(measurer: Measurer, runs: Sequence[Run], comparison: Comparison) -> None:
     """Fill the comparison, run by run; it is written after each, so that a kill loses one measurement at most."""
-    chosen, target = measurer.chosen, measurer.target
     trained = [run for run in runs if run.name not in comparison.failures]
     measurer.layers = tuple(sorted({i for run in trained for i in read_json(run.head / "config.json")["layers"]}))
-    comparison.about |= {
-        "settings": asdict(chosen) | {"dtype": str(target.dtype).removeprefix("torch.")},
-        "prompts": len(measurer.questions),
-        "target": dict(target.identity),
-        "machine": machine(),
-    }
     for run in trained:
         comparison.failures |= attempt(run.name, partial(_enter, comparison, run, measurer))
         comparison.write(measurer.out)

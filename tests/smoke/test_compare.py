@@ -208,6 +208,13 @@ def test_steps_of_a_token_limit_by_hand(prepared):
         planned_steps(TrainerSettings(max_tokens=0), plan, tokens)
 
 
+def test_when_all_fail_the_report_says_so(prepared, tmp_path):
+    words = overrides(prepared, "drafter.model.layers=[0,99]", **{"budget.steps": 1, "only": "[long]"})
+    assert list(run(tmp_path, *words).failures) == ["long"]
+    assert "- long: ValueError: " in (tmp_path / "compare.md").read_text()
+    assert read_json(tmp_path / "compare.json")["drafters"] == {}
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
