@@ -28,6 +28,7 @@ from transformers import (
 from checkpoints.run import native_bf16
 from data.embedded import EMBEDDED, embedded_folder
 from data.identity import identity_of
+from data.packed import PackedLinear, pack_linears, packable
 from data.structure import Anatomy, anatomy
 from drafters.contract import TargetParts, check_layers
 
@@ -98,6 +99,9 @@ class Target:
             "hidden_size": self._anatomy.embedding.shape[1],
             "vocab_size": self._anatomy.head.shape[0],
         }
+        # On a CPU the same products from weights laid out once; a model spread or moved elsewhere stays as it is.
+        head = self._anatomy.head
+        self._head = PackedLinear(head, self._anatomy.head_bias) if pack_linears(model) and packable(head) else None
         self._check_anatomy()
 
     @classmethod
@@ -168,7 +172,7 @@ class Target:
     def to(self, device: torch.device | str) -> Self:
         """Move a model that accelerate has not spread; updates the shared parts."""
         self.model.to(device)
-        self._anatomy = anatomy(self.model)
+        self._anatomy, self._head = anatomy(self.model), None
         return self
 
     def forward(
@@ -204,7 +208,10 @@ class Target:
 
     def logits(self, last: Tensor) -> Tensor:
         """The target's logits of last hidden states. last [..., D] -> [..., V], on the head's device."""
-        return self.parts.logits(last.to(self._anatomy.head.device))
+        last = last.to(self._anatomy.head.device)
+        if self._head is not None and last.dtype == torch.float32:
+            return self.parts.shape_logits(self._head(last))
+        return self.parts.logits(last)
 
     @torch.inference_mode()
     def own_top1(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -99,7 +99,7 @@ def tv(s: Scored) -> Tensor:
 
 
 def l1(s: Scored) -> Tensor:
-    """Sum over v of |p_v - q_v|, twice the total variation (DSpark, arXiv 2607.05147). [n]."""
+    """Sum over v of |p_v - q_v|, twice the total variation (arXiv 2607.05147). [n]."""
     return 2.0 * tv(s)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.engines import ENGINES, Source, export_engine
 from checkpoints.folder import drafter_class, read_drafter, save_drafter
+from checkpoints.foreign import import_head
 from checkpoints.lint import lint
 from drafters.vocabulary import DraftVocabulary
 from tests.doubles import tiny_target
@@ -62,6 +63,33 @@ def test_tensors_and_lint(tmp_path: Path, kind: str, engine: str, pruned: bool, 
     assert set(tensors) == set(trained)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in tensors.items())
     assert [finding for finding in lint(folder, engine, target().parts.config) if finding.level != "note"] == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_speculators"])
+@pytest.mark.parametrize("head", ["own", "target"])
+def test_parallel_heads_come_back(tmp_path: Path, engine: str, head: str) -> None:
+    folder, made = exported(tmp_path, "peagle", engine, pruned=head == "own", head=head)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["mask_hidden"] = tensors["mask_hidden"][None]  # as SpecForge writes it
+    save_file(tensors, folder / "model.safetensors")
+    back, _ = import_head(folder, target().parts, num_slots=4)
+    assert {**back.settings(), "mask_rows": None} == {**made.settings(), "mask_rows": None}
+    assert back.mask_token == 1
+    assert torch.equal(back.vocabulary.ids, made.vocabulary.ids)
+    assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in back.state_dict().items())
+
+
+def test_import_refusals(tmp_path: Path) -> None:
+    folder, _ = exported(tmp_path / "p", "peagle", "vllm")
+    config = config_of(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
+    with pytest.raises(ValueError, match="norm_before_residual is on"):
+        import_head(folder, target().parts)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="left over: layers.1"):
+        import_head(folder, target().parts)
+    with pytest.raises(ValueError, match="is a medusa head"):
+        import_head(exported(tmp_path / "m", "medusa", "vllm")[0], target().parts)
 
 
 def test_settings(tmp_path: Path) -> None:

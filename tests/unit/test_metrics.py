@@ -81,6 +81,7 @@ def test_a_changed_token_is_no_near_tie_and_a_tie_is() -> None:
     head = target.parts.head
     with torch.no_grad():
         head[second] = head[best]
+    target = Target(target.model, target.tokenizer, name="tied")
     gap, bound = margin(target, prompt, (best, second))
     assert gap <= bound
     third = int(target.logits(target.forward(torch.tensor([prompt]), ()).last)[0, -1].argmin())
