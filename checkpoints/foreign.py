@@ -1,5 +1,5 @@
 """Heads of other tools as our own drafters. Here EAGLE-3 (SpecForge, speculators, the EAGLE repository, ModelOpt,
-AngelSlim); checkpoints/foreign_block.py has the block drafters.
+AngelSlim) and P-EAGLE (speculators, vLLM's plain folders); checkpoints/foreign_block.py has the block drafters.
 
 Key by key: every tensor and every setting that changes what the head computes is taken, checked or refused by name.
 """
@@ -28,6 +28,7 @@ from checkpoints.layout import (
 from drafters.contract import Drafter, TargetParts, default_layers
 from drafters.vocabulary import DraftVocabulary
 
+NO_PARALLEL = ("norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias", "bias", "use_sliding_window")
 MUST_BE_OFF = ("norm_before_fc", "attention_bias", "mlp_bias", "bias", "use_sliding_window", "parallel_drafting")
 
 
@@ -43,7 +44,9 @@ def import_head(
         raise ValueError(f"{folder}: layer_convention is for EAGLE-3; other layouts have one convention a key")
     if family == "block":
         return import_block(folder, target, num_slots=num_slots)
-    raise ValueError(f"{folder} is a {family} head; import reads EAGLE-3 and block drafters")
+    if family == "peagle":
+        return import_peagle(folder, target, num_slots=num_slots)
+    raise ValueError(f"{folder} is a {family} head; import reads EAGLE-3, P-EAGLE and block drafters")
 
 
 def import_eagle3(
@@ -84,6 +87,40 @@ def import_eagle3(
     return drafter, notes
 
 
+def import_peagle(folder: Path, target: TargetParts, *, num_slots: int | None = None) -> tuple[Drafter, list[str]]:
+    """A foreign P-EAGLE head as our drafter on `target`, as `import_eagle3` does it.
+
+    ValueError also on an embedding that is not the target's, and on norm_before_residual: our P-EAGLE has neither.
+    """
+    head = read_head(folder)
+    reasons = [f"{key} is on" for key in (*NO_PARALLEL, "fc_norm", "norm_output") if head.setting(key)]
+    reasons += _other_sizes(head, target)
+    mask = head.setting("mask_token_id", head.setting("pard_token"))
+    if mask is None:
+        reasons.append("mask_token_id is missing")
+    if reasons:
+        raise ValueError(f"cannot import {head.folder}: " + "; ".join(reasons))
+    layers, place = _layers(head, target, None)
+    offsets = vocabulary_offsets(head)
+    vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets, target_vocabulary(head))
+    tensors, notes = _own_tensors(head, target, vocabulary)
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)  # SpecForge writes [1, 1, n]
+    slots = num_slots or _declared_slots(head) or 7
+    drafter = drafter_class("peagle")(
+        target,
+        vocabulary,
+        num_slots=slots,
+        depth=head.body.get("num_hidden_layers", 4),
+        layers=layers,
+        head="own" if "lm_head.weight" in tensors else "target",
+        layer=_layer(head),
+        mask_rows={"token": int(mask)},
+    )
+    _load(head, drafter, tensors)
+    return drafter, [f"layout: {head.layout}, P-EAGLE", f"target layers {layers} ({place})", f"{slots} slots", *notes]
+
+
 def _refuse(head: Head, target: TargetParts) -> None:
     """What our EAGLE-3 has no place for, all at once."""
     reasons = [f"{key} is on" for key in MUST_BE_OFF if head.setting(key)]
@@ -101,8 +138,17 @@ def _refuse(head: Head, target: TargetParts) -> None:
     types = head.body.get("layer_types") or []
     if any(kind != "full_attention" for kind in types):
         reasons.append(f"its attention is {types[0]}")
+    reasons += _other_sizes(head, target)
+    unknown = sorted(name for name in head.tensors if not KNOWN.fullmatch(name))
+    if unknown:
+        reasons.append(f"unknown tensor(s) {', '.join(unknown)}")
+    if reasons:
+        raise ValueError(f"cannot import {head.folder}: " + "; ".join(reasons))
+
+
+def _other_sizes(head: Head, target: TargetParts) -> list[str]:
     sizes = {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size}
-    reasons += [
+    reasons = [
         f"{key} is {head.body.get(key)}, the target's {value}"
         for key, value in sizes.items()
         if head.body.get(key) != value
@@ -110,11 +156,7 @@ def _refuse(head: Head, target: TargetParts) -> None:
     width = head.setting("target_hidden_size")
     if width not in (None, target.config.hidden_size):
         reasons.append(f"target_hidden_size is {width}, the target's hidden size {target.config.hidden_size}")
-    unknown = sorted(name for name in head.tensors if not KNOWN.fullmatch(name))
-    if unknown:
-        reasons.append(f"unknown tensor(s) {', '.join(unknown)}")
-    if reasons:
-        raise ValueError(f"cannot import {head.folder}: " + "; ".join(reasons))
+    return reasons
 
 
 def _layers(head: Head, target: TargetParts, convention: Convention | None) -> tuple[list[int], str]:
