@@ -160,16 +160,17 @@ class Report:
         """Print the table, the time split and the verdict on losslessness."""
         console = console or Console()
         table = Table(title=f"{self.num_slots} slots, {self.whole.prompts} prompts", title_justify="left")
-        slots = [f"alpha_{k}" for k in range(1, self.num_slots + 1)]
-        for name in ("domain", "tau", "accepted", *slots, "tokens/s", "without", "speedup", "break-even"):
+        for name in ("domain", "tau", "accepted", "tokens/s", "without", "speedup", "break-even"):
             table.add_column(name, justify="left" if name == "domain" else "right")
+        alpha: list[str] = []
         for name, part in [*self.parts.items(), ("all", self.whole)]:
             own, pace = part.acceptance, part.speed
             alpha = [f"{value:.2f}" if trials else "-" for value, trials in zip(own.alpha, own.trials, strict=True)]
             speeds = (pace.tokens_per_s, pace.baseline_tokens_per_s, pace.speedup, pace.break_even_tau)
             figures = ["-" if value is None else f"{value:.2f}" for value in (own.tau, own.accepted, *speeds)]
-            table.add_row(name, *figures[:2], *alpha, *figures[2:], style="bold" if name == "all" else None)
+            table.add_row(name, *figures, style="bold" if name == "all" else None)
         console.print(table)
+        console.print(f"alpha by slot  {' '.join(alpha)}", soft_wrap=True)
         split = "  ".join(f"{name} {share:.0%}" for name, share in self.whole.speed.split.items())
         console.print(f"time split     {split}")
         if self.calibration is not None:
