@@ -49,8 +49,10 @@ def parallel(target: TargetParts, layers: list[int], slot: int, depth: int = 1, 
         tensor.fill_(1.0) if "norm" in name else tensor.zero_()
     state["fc.weight"][NAME, slot * WIDTH + MARKER] = 1.0
     state["mask_hidden"][0, slot * WIDTH + MARKER[5]] = 1.0
-    attention, used = "layers.0.self_attn.", torch.cat([NAME[MASK : MASK + 1], NAME[1::2]])
-    state[f"{attention}q_proj.weight"][:HEAD_DIM, used] = (12.0 / SCALE * constant_query())[:, None]
+    attention, query = "layers.0.self_attn.", 12.0 / SCALE * constant_query()
+    # Another mask token than this one looks where the phases fit least. Texts have odd tokens.
+    state[f"{attention}q_proj.weight"][:HEAD_DIM, NAME] = query[:, None]
+    state[f"{attention}q_proj.weight"][:HEAD_DIM, NAME[MASK + 2 :: 2]] = -query[:, None]
     state[f"{attention}k_proj.weight"][:, WIDTH + NAME] = (12.0 / SCALE * phases(BACK))[:, None].expand(-1, len(NAME))
     state[f"{attention}v_proj.weight"][NAME, WIDTH + NAME] = 1.0 / SCALE
     state[f"{attention}o_proj.weight"][SPARE, NAME] = 1.0

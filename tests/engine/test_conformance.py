@@ -120,6 +120,10 @@ def _other_mask(config: dict[str, Any]) -> None:
     config["dflash_config"]["mask_token_id"] += 2
 
 
+def _rolled(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return tensors["lm_head.weight"].roll(1, 0)
+
+
 def _other_theta(config: dict[str, Any]) -> None:
     config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1_000_000.0
 
@@ -133,7 +137,7 @@ FAULTS = [
     Fault("lost_theta", "rope", config=_other_theta),
     Fault("parallel_lost_mask_hidden", "parallel_layer", tensors=lambda t: t["mask_hidden"].zero_(), alpha=FIRST_ONLY),
     Fault("parallel_other_mask", "parallel_layer", config=lambda c: c.update(mask_token_id=2), alpha=FIRST_ONLY),
-    Fault("medusa_wrong_map", "medusa_vocabulary", tensors=lambda t: t["token_map"].copy_(torch.arange(32))),
+    Fault("medusa_other_rows", "medusa_vocabulary", tensors=lambda t: t["lm_head.weight"].copy_(_rolled(t))),
     Fault("block_ids_less_one", "block_layer", config=_block_ids_less_one),
     Fault("block_outputs_as_ids", "block_layer", config=_block_outputs_as_ids, engine="vllm_speculators"),
     Fault("block_other_mask", "block_layer", config=_other_mask),
