@@ -34,7 +34,6 @@ ENTRIES = {
     "compare": ("training.compare", "train several drafters on one budget and measure them side by side"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
-REFERENCE_TOKENS = 64
 SOURCES = (".py", ".yaml", ".jsonl")
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
 
@@ -94,12 +93,12 @@ def export(config: DictConfig) -> None:
     if served and read_drafter(Path(config.drafter_dir)).declared.target["name"] == EMBEDDED:
         config.target_path = str(embedded_folder())
     if config.action == "verify" and config.reference is None:
-        config.reference = str(measure_reference(Path(config.drafter_dir), config.target_path, out))
+        config.reference = str(measure_reference(config, out))
     execute(config, out, lambda name: Target.load(name).parts)
 
 
-def measure_reference(drafter_dir: Path, target_path: str | None, out: Path) -> Path:
-    """Draft greedily in float32 on the shipped held-out prompts, 4 a domain: what `export verify` compares with."""
+def measure_reference(config: DictConfig, out: Path) -> Path:
+    """Draft greedily in float32 on the configured prompts: what `export verify` compares with."""
     from checkpoints.folder import load_drafter
     from data.chat import Template
     from data.target import Target
@@ -107,18 +106,19 @@ def measure_reference(drafter_dir: Path, target_path: str | None, out: Path) -> 
     from eval.evaluate import limited, load_prompts
     from eval.metrics import acceptance
 
-    declared = read_drafter(drafter_dir).declared
-    target = Target.load(target_path or declared.target["name"], "float32")
-    drafter = load_drafter(drafter_dir, target.parts)
+    declared = read_drafter(Path(config.drafter_dir)).declared
+    target = Target.load(config.target_path or declared.target["name"], "float32")
+    drafter = load_drafter(Path(config.drafter_dir), target.parts)
+    num_slots = config.num_slots or drafter.num_slots
     template = Template(target.tokenizer, recorded_thinking(declared.data), target.eos_ids)
-    prompts = [template.prompt(prompt.messages) for prompt in limited(load_prompts("builtin"), 4)]
-    decoding = DecodeSettings(drafter.num_slots, REFERENCE_TOKENS, 4)
+    prompts = [template.prompt(prompt.messages) for prompt in limited(load_prompts(config.prompts), config.limit)]
+    decoding = DecodeSettings(num_slots, config.max_new_tokens, 4)
     answers = generate(target, drafter, prompts, decoding)
     reference = {
         "prompts": prompts,
-        "max_tokens": REFERENCE_TOKENS,
-        "num_slots": drafter.num_slots,
-        "tau": acceptance(answers, drafter.num_slots).tau_verified,
+        "max_tokens": config.max_new_tokens,
+        "num_slots": num_slots,
+        "tau": acceptance(answers, num_slots).tau_verified,
         "stop_token_ids": list(target.eos_ids),
         "outputs": [answer.tokens for answer in answers],
         "dtype": "float32",

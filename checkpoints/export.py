@@ -41,6 +41,9 @@ GROUPS = (
     "num_slots",
     "layer_convention",
     "reference",
+    "prompts",
+    "limit",
+    "max_new_tokens",
     "tolerance",
     "engine",
 )
@@ -66,8 +69,9 @@ class ExportSettings:
     """action: export, lint, verify or import. drafter_dir: our drafter's folder (lint, import: any head's).
     target_path: folder or hub id of the target as the engine opens it, null for the one the drafter declares. dtype:
     of the exported tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see
-    import_head). reference: what our harness measured (see checkpoints.verify.Reference). tolerance: largest
-    relative difference in tau."""
+    import_head); verify drafts num_slots, null for the drafter's own. reference: what our harness measured (see
+    checkpoints.verify.Reference); without one it is measured on `limit` prompts of each domain of `prompts` (builtin or
+    a JSONL file), max_new_tokens each. tolerance: largest relative difference in tau."""
 
     action: str
     drafter_dir: str
@@ -76,6 +80,9 @@ class ExportSettings:
     num_slots: int | None = None
     layer_convention: str | None = None
     reference: str | None = None
+    prompts: str = "builtin"
+    limit: int | None = 4
+    max_new_tokens: int = 64
     tolerance: float = 0.02
 
     def __post_init__(self) -> None:

@@ -183,5 +183,6 @@ def test_verify_asks_in_the_thinking_mode_of_the_training_data(data, wanted, tar
 
     monkeypatch.setattr("data.chat.Template", spy)
     with pytest.raises(StopIteration):
-        headstart.measure_reference(tmp_path / "head", target, tmp_path)
+        config = checks.compose_config("export", f"drafter_dir={tmp_path / 'head'}", f"target_path={target}")
+        headstart.measure_reference(config, tmp_path)
     assert seen == [wanted]
