@@ -13,7 +13,7 @@ Corrections that read the drafted tokens left to right (Markov, recurrent) are a
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafters.attention import block_block_mask, dense_block, flex_block
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, check_layers, grid
+from drafters.decoder import key_shape, take_norm
 from drafters.drafting import choose, write_at
-from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings, plain_norm_weight
+from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -59,13 +60,11 @@ class HeadNormAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        assert config.num_key_value_heads is not None
-        assert config.head_dim is not None
-        size, width = config.hidden_size, config.head_dim
+        size, (groups, width) = config.hidden_size, key_shape(config)
         self.head_dim = width
         self.q_proj = nn.Linear(size, config.num_attention_heads * width, bias=False)
-        self.k_proj = nn.Linear(size, config.num_key_value_heads * width, bias=False)
-        self.v_proj = nn.Linear(size, config.num_key_value_heads * width, bias=False)
+        self.k_proj = nn.Linear(size, groups * width, bias=False)
+        self.v_proj = nn.Linear(size, groups * width, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * width, size, bias=False)
         self.q_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.k_norm = LlamaRMSNorm(width, config.rms_norm_eps)
@@ -176,6 +175,7 @@ class BlockDrafter(Drafter):
     """
 
     sequential = False
+    mask_token: int
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class BlockDrafter(Drafter):
         self.needs = Needs(check_layers(tuple(layers), depth) if layers else spread_layers(depth))
         self.vocabulary = vocabulary or DraftVocabulary.full(target.config.vocab_size)
         self.block = self._block(block or {}, target)
-        self.mask_token = self.block["mask_token"]
+        self.mask_token: int = self.block["mask_token"]
         self.anchors_per_row = self.block["anchors"]
         self.layer_config = config = layer_config(target.config, layer)
         size, windows = config.hidden_size, self.block["windowed"]
@@ -237,6 +237,11 @@ class BlockDrafter(Drafter):
             )
         return found
 
+    @property
+    def draft_layers(self) -> list[BlockLayer]:
+        """`layers` by their type."""
+        return cast(list[BlockLayer], list(self.layers))
+
     def make_layer(self, config: LlamaConfig, window: int | None) -> BlockLayer:
         """One draft layer; subclasses give their own kind."""
         return BlockLayer(config, window)
@@ -267,7 +272,7 @@ class BlockDrafter(Drafter):
 
     def run(self, rows: Tensor, view: View, context: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Rows [B, A, S, D] through all layers -> normed states of the K slots [B, A, K, D]."""
-        for layer, keys_values in zip(self.layers, context, strict=True):
+        for layer, keys_values in zip(self.draft_layers, context, strict=True):
             rows = layer(rows, view, keys_values)
         return self.norm(rows[:, :, 1:] if self.slot_convention == "fill_in" else rows)
 
@@ -275,7 +280,7 @@ class BlockDrafter(Drafter):
         """All blocks of a batch in one pass; blocks see their document's context and never each other."""
         labels, place = grid(batch, self.num_slots), batch.anchors.clamp_min(0)
         fused = self.fuse(batch.aux)
-        context = [layer.self_attn.keys_values(fused, self.rotary, batch.positions) for layer in self.layers]
+        context = [one.self_attn.keys_values(fused, self.rotary, batch.positions) for one in self.draft_layers]
         rows = self.rows(batch.tokens.gather(1, place), self.num_slots)
         positions = batch.positions.gather(1, place)[..., None] + torch.arange(rows.shape[2], device=place.device)
         view = View(self.rotary, batch.documents, batch.anchors, positions.flatten(1), rows.shape[2])
@@ -315,13 +320,11 @@ class BlockDrafter(Drafter):
         size = self.layer_config.hidden_size
         self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
         taken = [f"fc <- identity on layer {self.needs.layers[-1]}"]
-        weight = plain_norm_weight(target.norm, size, self.layer_config.rms_norm_eps)
-        if weight is None:
+        shift = take_norm(self.norm, target)
+        if shift is None:
             return taken
-        self.norm.weight.copy_(weight)
         taken.append("norm <- target's final norm")
         block = target.last_block() if target.last_block else {}
-        shift = float((weight - target.norm.weight.float()).mean())  # type: ignore[operator]
         if (entry := block.get("input_layernorm.weight")) is not None and entry.shape == self.hidden_norm.weight.shape:
             self.hidden_norm.weight.copy_(entry.float() + shift)
             taken.append("hidden_norm <- target's last block")
@@ -334,7 +337,8 @@ class BlockDrafter(Drafter):
 
     def begin(self, requests: int, capacity: int) -> BlockState:
         config, like = self.layer_config, self.fc.weight
-        shape = (requests, config.num_key_value_heads, capacity + 1, config.head_dim)
+        groups, width = key_shape(config)
+        shape = (requests, groups, capacity + 1, width)
         empty = torch.zeros(requests, dtype=torch.int64, device=like.device)
         keys, values = ([like.new_zeros(shape) for _ in self.layers] for _ in range(2))
         return BlockState(keys, values, empty, empty.clone())
@@ -345,7 +349,7 @@ class BlockDrafter(Drafter):
         positions = state.length[:, None] + offsets
         # Entries past a request's length go to the spare last column, which no row ever sees.
         columns = torch.where(offsets < lengths[:, None], positions, state.keys[0].shape[2] - 1)
-        for layer, keys, values in zip(self.layers, state.keys, state.values, strict=True):
+        for layer, keys, values in zip(self.draft_layers, state.keys, state.values, strict=True):
             made = layer.self_attn.keys_values(fused, self.rotary, positions)
             write_at(keys, columns, made[0])
             write_at(values, columns, made[1])

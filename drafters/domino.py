@@ -39,12 +39,9 @@ class Domino(BlockDrafter):
             raise ValueError(f"head.base_share must be in (0, 1], got {self.head['base_share']}")
         self.width, state, rank = self.layer_config.hidden_size, self.head["state"], self.head["rank"]
         self.prefix_gru = nn.GRU(self.width, state, bias=False, batch_first=True)
-        self.embed_proj = nn.Sequential(
-            nn.Linear(self.width + state, rank, bias=False),
-            nn.SiLU(),
-            nn.Linear(rank, len(self.vocabulary), bias=False),
-        )
-        nn.init.zeros_(self.embed_proj[2].weight)
+        last = nn.Linear(rank, len(self.vocabulary), bias=False)
+        nn.init.zeros_(last.weight)
+        self.embed_proj = nn.Sequential(nn.Linear(self.width + state, rank, bias=False), nn.SiLU(), last)
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"head": dict(self.head)}

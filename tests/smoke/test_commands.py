@@ -182,7 +182,7 @@ def test_verify_asks_in_the_thinking_mode_of_the_training_data(data, wanted, tar
         raise StopIteration
 
     monkeypatch.setattr("data.chat.Template", spy)
+    config = checks.compose_config("export", f"drafter_dir={tmp_path / 'head'}", f"target_path={target}")
     with pytest.raises(StopIteration):
-        config = checks.compose_config("export", f"drafter_dir={tmp_path / 'head'}", f"target_path={target}")
         headstart.measure_reference(config, tmp_path)
     assert seen == [wanted]
