@@ -85,7 +85,7 @@ def test_command_writes_the_report(folders: tuple[Path, Path, Path], tmp_path: P
     console = Console(width=200, record=True, file=StringIO())
     report.show(console)
     text = console.export_text()
-    assert "alpha_3" in text
+    assert "alpha by slot" in text
     assert "identical with and without drafter, 0 near tie(s)" in text
 
 
