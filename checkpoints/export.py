@@ -109,7 +109,7 @@ def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetPa
     """
     known_groups(config, *GROUPS)
     engine = settings(EngineSettings, config.engine, "engine")
-    plain = {str(key): config[key] for key in GROUPS if key != "engine"}
+    plain = {str(key): config[key] for key in GROUPS if key != "engine" and key in config}
     wanted = settings(ExportSettings, plain, "export")
     record(out, config)
     console = Console(soft_wrap=True)

@@ -196,14 +196,14 @@ class Objective:
 
     terms: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
     weights: dict[str, Any] = field(default_factory=dict)
-    unweighted: tuple[str, ...] = ()
+    unweighted: list[str] | None = None
     chunk: int = 0
 
     def __post_init__(self) -> None:
         unknown = sorted(name for name in self.terms if name not in MEASURES and not name.startswith(OWN))
         if unknown or not self.terms:
             raise ValueError(f"objective terms must be of {', '.join(MEASURES)}; got {', '.join(unknown) or 'none'}")
-        if stray := sorted(set(self.unweighted) - set(self.terms)):
+        if stray := sorted(set(self.unweighted or ()) - set(self.terms)):
             raise ValueError(f"objective unweighted names {', '.join(stray)}, not among its terms")
         try:
             SlotWeights(**self.weights)
@@ -226,7 +226,7 @@ class Objective:
     def mix(self, losses: list[Tensor], weights: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Weighted sum of all terms, and each term's own weighted sum. losses: [n] of each term; weights [n]."""
         even = self.slot_weights.static(num_slots, weights.device).mean()
-        scales = [even if name in self.unweighted else weights for name in self.terms]
+        scales = [even if name in (self.unweighted or ()) else weights for name in self.terms]
         parts = torch.stack([(values * scale).sum() for values, scale in zip(losses, scales, strict=True)])
         return (parts * parts.new_tensor(list(self.terms.values()))).sum(), parts
 
