@@ -204,8 +204,10 @@ class Decoder:
         self.batch_size = batch_size
         self.tokens = 0
         self._device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
-        last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if last_only else {}
+        parameters = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # transformers 5.2x renamed the argument; both spellings are in use.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generated]:
         """Yield answers as they finish (not in order)."""
@@ -270,13 +272,13 @@ class Decoder:
 
     def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Logits [R, V] of the last column."""
+        arguments: dict[str, Any] = {self._cache_name: cache, **self._last_only}
         output = self.model(
             input_ids=tokens.to(self._device),
             attention_mask=mask.to(self._device),
             position_ids=positions.to(self._device),
-            past_key_values=cache,
             use_cache=True,
-            **self._last_only,
+            **arguments,
         )
         return output.logits[:, -1]
 
