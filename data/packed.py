@@ -1,8 +1,8 @@
 """Linear layers of a frozen target on a CPU, laid out once for oneDNN.
 
 A product of a few rows with a large matrix lays the matrix out anew at every call in plain PyTorch, so verifying six
-tokens would cost three times one, where on a GPU it costs the same. Laid out once, it does here too: on two AVX2 cores
-80 ms become 30 (benchmarks/packed_linear.py). The weights stay as they are beside the copy.
+tokens would cost twice one, where on a GPU it costs the same. Laid out once, it nearly does here too: on two AVX2 cores
+59 ms become 30 (benchmarks/packed_linear.py). The weights stay as they are beside the copy.
 """
 
 import torch
@@ -44,7 +44,8 @@ def packable(weight: Tensor) -> bool:
 def pack_linears(model: nn.Module) -> int:
     """Let the linear layers of a frozen model compute from packed copies; returns how many do.
 
-    None when the model is larger than PACK_AT_MOST. Parameters, module types and names stay as they are.
+    0 when the model is larger than PACK_AT_MOST. Parameters, module types and names stay as they are. ValueError when
+    its weights are trained.
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear and packable(module.weight)]
     if sum(module.weight.nbytes for module in linears) > PACK_AT_MOST:

@@ -24,7 +24,7 @@ from drafters.attention import block_block_mask, dense_block, flex_block
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, check_layers, grid
 from drafters.decoder import key_shape, take_norm
 from drafters.drafting import choose, write_at
-from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings
+from drafters.layers import Rotary, SharedEmbedding, SharedHead, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -217,9 +217,7 @@ class BlockDrafter(Drafter):
 
     def _block(self, given: dict[str, Any], target: TargetParts) -> dict[str, Any]:
         """The block group, complete and checked."""
-        if unknown := sorted(set(given) - set(BLOCK)):
-            raise ValueError(f"unknown key(s) in drafter block: {', '.join(unknown)}; allowed: {', '.join(BLOCK)}")
-        found = BLOCK | given
+        found = complete("block", BLOCK, given)
         if found["depth"] < 1:
             raise ValueError(f"block.depth must be at least 1, got {found['depth']}")
         found["windowed"] = windowed = [int(i) for i in found["windowed"]]

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 
 from drafters.block import BlockDrafter, BlockLayer, View
 from drafters.contract import TargetParts
+from drafters.layers import complete
 from drafters.vocabulary import DraftVocabulary
 
 HEAD: dict[str, Any] = {"candidates": 16, "rank": 256, "taps": 2, "group": 16}
@@ -98,9 +99,7 @@ class DFlash2(BlockDrafter):
         head: dict[str, Any] | None = None,
         **block: Any,
     ) -> None:
-        if unknown := sorted(set(head or {}) - set(HEAD)):
-            raise ValueError(f"unknown key(s) in drafter head: {', '.join(unknown)}; allowed: {', '.join(HEAD)}")
-        self._head = HEAD | (head or {})
+        self._head = complete("head", HEAD, head)
         super().__init__(target, vocabulary, **block)
         if not 1 <= self._head["candidates"] <= len(self.vocabulary):
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drafters.block import BlockDrafter
 from drafters.contract import TargetParts
+from drafters.layers import complete
 from drafters.vocabulary import DraftVocabulary
 
 HEAD: dict[str, Any] = {"state": 1024, "rank": 256, "base_share": 0.5}
@@ -32,9 +33,7 @@ class Domino(BlockDrafter):
         **block: Any,
     ) -> None:
         super().__init__(target, vocabulary, **block)
-        if unknown := sorted(set(head or {}) - set(HEAD)):
-            raise ValueError(f"unknown key(s) in drafter head: {', '.join(unknown)}; allowed: {', '.join(HEAD)}")
-        self.head = HEAD | (head or {})
+        self.head = complete("head", HEAD, head)
         if not 0 < self.head["base_share"] <= 1:
             raise ValueError(f"head.base_share must be in (0, 1], got {self.head['base_share']}")
         self.width, state, rank = self.layer_config.hidden_size, self.head["state"], self.head["rank"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from drafters.block import BlockDrafter
 from drafters.contract import TargetParts
+from drafters.layers import complete
 from drafters.vocabulary import DraftVocabulary
 
 KINDS = ("vanilla", "gated", "rnn")
@@ -82,9 +83,7 @@ class DSpark(BlockDrafter):
         **block: Any,
     ) -> None:
         super().__init__(target, vocabulary, **block)
-        if unknown := sorted(set(head or {}) - set(HEAD)):
-            raise ValueError(f"unknown key(s) in drafter head: {', '.join(unknown)}; allowed: {', '.join(HEAD)}")
-        self.head = HEAD | (head or {})
+        self.head = complete("head", HEAD, head)
         if self.head["kind"] not in KINDS:
             raise ValueError(f"head.kind must be one of {', '.join(KINDS)}, got {self.head['kind']!r}")
         self.width, rank = self.layer_config.hidden_size, self.head["rank"]

@@ -27,6 +27,13 @@ LAYER_KEYS = (
 )
 
 
+def complete(where: str, defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
+    """A group of a drafter's arguments with its defaults. ValueError names unknown keys and where they stand."""
+    if unknown := sorted(set(given or {}) - set(defaults)):
+        raise ValueError(f"unknown key(s) in drafter {where}: {', '.join(unknown)}; allowed: {', '.join(defaults)}")
+    return defaults | (given or {})
+
+
 def layer_config(target: PretrainedConfig, overrides: dict[str, Any] | None = None) -> LlamaConfig:
     """Config of one Llama-type decoder layer with the target's sizes and rope, changed by `overrides`.
 

@@ -41,7 +41,7 @@ from drafters.contract import (
 )
 from drafters.decoder import FusedLayer, PlainLayer, key_shape, take_block, take_head, take_norm
 from drafters.drafting import choose, take_rows, write_at
-from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings
+from drafters.layers import Rotary, SharedEmbedding, SharedHead, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -347,9 +347,7 @@ class PEagle(Drafter):
 
 def _mask_rows(given: dict[str, Any], target: TargetParts) -> dict[str, Any]:
     """The mask_rows group, complete and checked."""
-    if unknown := sorted(set(given) - set(MASK_ROWS)):
-        raise ValueError(f"unknown key(s) in drafter mask_rows: {', '.join(unknown)}; allowed: {', '.join(MASK_ROWS)}")
-    found = MASK_ROWS | given
+    found = complete("mask_rows", MASK_ROWS, given)
     if found["token"] is None:
         found["token"] = target.mask_token
     if found["token"] is None or not 0 <= found["token"] < len(target.embedding):
