@@ -20,8 +20,8 @@ Rows = list[list[str]]
 @dataclass(frozen=True)
 class Entry:
     """One drafter's figures, JSON-able. drafter: architecture, parameters, num_slots, layers. trained: steps, tokens,
-    minutes, best_step. curve: tau while training. replay: greedy tau by replay. harness: by temperature, the decoding
-    loop's figures; empty when it was left out."""
+    minutes, core_minutes (of CPU time), best_step. curve: tau while training. replay: greedy tau by replay. harness: by
+    temperature, the decoding loop's figures; empty when it was left out."""
 
     overrides: list[str]
     drafter: dict[str, Any]
@@ -101,6 +101,7 @@ class Comparison:
             ("slots", lambda one: str(one.drafter["num_slots"])),
             ("answer tokens", lambda one: str(one.trained["tokens"])),
             ("minutes", lambda one: f"{one.trained['minutes']:.1f}"),
+            ("CPU minutes", lambda one: f"{one.trained['core_minutes']:.1f}"),
             ("tau (replay)", lambda one: f"{one.replay['tau']:.2f}"),
             *((f"tau T={heat}", _cell(heat, "tau")) for heat in self.temperatures),
         ]

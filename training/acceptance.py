@@ -23,6 +23,40 @@ class AcceptanceSettings:
     num_slots: int = 0
 
 
+class Stopwatch:
+    """Seconds of training by the wall and of the process's CPU time; it stands while tau is measured."""
+
+    def __init__(self) -> None:
+        self._kept = (0.0, 0.0)
+        self._began: tuple[float, float] | None = None  # None: it stands
+
+    def start(self) -> None:
+        """Go on."""
+        self._began = self._now()
+
+    def stop(self) -> tuple[float, float]:
+        """Stand still; what it shows."""
+        self._kept, self._began = self.shown, None
+        return self._kept
+
+    @property
+    def shown(self) -> tuple[float, float]:
+        """Wall and CPU seconds so far, resumed runs' earlier ones included."""
+        wall, cpu = self._kept
+        if self._began is None:
+            return wall, cpu
+        now = self._now()
+        return wall + now[0] - self._began[0], cpu + now[1] - self._began[1]
+
+    def set(self, wall: float, cpu: float) -> None:
+        """Start from what an earlier run showed."""
+        self._kept = (wall, cpu)
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+
 class AcceptanceCallback(Callback):
     """Measures tau every `every` optimizer steps and at the end; logs tau, tau by domain and alpha_k.
 
@@ -32,21 +66,15 @@ class AcceptanceCallback(Callback):
     def __init__(self, trajectories: Sequence[Trajectory], settings: AcceptanceSettings) -> None:
         self.trajectories, self.settings = trajectories, settings
         self.history: list[dict[str, Any]] = []
-        self._seconds = 0.0  # of training up to `_began`, the moment from which the clock runs (None: it stands)
-        self._began: float | None = None
+        self.watch = Stopwatch()
 
     def measure(self, module: LightningModule) -> Acceptance:
         """Replay all trajectories with the module's drafter."""
         drafter = cast(Drafter, module.drafter)
         return replay(drafter, self.trajectories, self.settings.num_slots or drafter.num_slots)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far, resumed runs' earlier ones included, measurements of tau left out."""
-        return self._seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began = time.perf_counter()
+        self.watch.start()
 
     @property
     def measured_at(self) -> int:
@@ -63,26 +91,26 @@ class AcceptanceCallback(Callback):
         # A run that its time limit stopped is measured where it stopped.
         if trainer.global_step and trainer.global_step != self.measured_at:
             self._note(trainer, pl_module)
-        self._seconds, self._began = self.seconds, None
+        self.watch.stop()
 
     def _note(self, trainer: Trainer, module: LightningModule) -> None:
         """Measure, and log straight to the loggers: Lightning's own logging drops values between its logging steps."""
-        seconds = self._seconds = self.seconds
+        seconds, cpu_seconds = self.watch.stop()
         found = self.measure(module)
-        self._began = time.perf_counter()
+        self.watch.start()
         step, seen = trainer.global_step, cast(int, module.tokens_seen)
         values = {"tau": found.tau} | {f"tau/{domain}": tau for domain, tau in found.domains.items()}
         values |= {f"alpha/{k + 1}": alpha for k, alpha in enumerate(found.alpha)}
         for logger in trainer.loggers:
             logger.log_metrics(values | {"tokens": float(seen)}, step=step)
-        reached = {"step": step, "tokens": seen, "seconds": round(seconds, 3)}
+        reached = {"step": step, "tokens": seen, "seconds": round(seconds, 3), "cpu_seconds": round(cpu_seconds, 3)}
         self.history.append(reached | {"tau": found.tau, "domains": found.domains, "alpha": found.alpha})
         if trainer.is_global_zero:
             Console().print(f"step {step}: tau {found.tau:.3f} after {seen} answer tokens", highlight=False)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history, "seconds": self.seconds}
+        return {"history": self.history, "seconds": self.watch.shown}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
-        self._seconds = state_dict.get("seconds", 0.0)
+        self.watch.set(*state_dict["seconds"])

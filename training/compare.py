@@ -52,17 +52,26 @@ SLACK = 2
 
 @dataclass(frozen=True)
 class Budget:
-    """Exactly one of optimizer steps, answer tokens seen, and minutes of training. ValueError otherwise."""
+    """Exactly one of optimizer steps, answer tokens seen, minutes of training, and minutes of the training process's
+    CPU time (fair beside other jobs, which slow the wall clock). ValueError otherwise."""
 
     steps: int | None = None
     tokens: int | None = None
     minutes: float | None = None
+    core_minutes: float | None = None
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in asdict(self).items() if value is not None}
         if len(given) != 1 or min(given.values()) <= 0:
             said = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
-            raise ValueError(f"budget takes exactly one of steps, tokens and minutes, above 0; got {said}")
+            raise ValueError(f"budget takes exactly one of {', '.join(asdict(self))}, above 0; got {said}")
+
+    @property
+    def time(self) -> tuple[str, float] | None:
+        """The clock (of the learning curve) and the seconds on it, of a budget of time."""
+        if self.minutes is not None:
+            return "seconds", 60 * self.minutes
+        return None if self.core_minutes is None else ("cpu_seconds", 60 * self.core_minutes)
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class Run:
     folder: Path
     config: DictConfig
     marks: dict[str, Any]
-    minutes: float | None
+    budget: Budget
 
     @property
     def mark(self) -> Path:
@@ -148,16 +157,18 @@ class Run:
         if state["best"] is not None and self.head.exists():
             console.print(f"[dim]{self.name}: trained before, not again[/dim]")
             return
-        if self.minutes is not None:
-            state["steps"] = state["steps"] or max(1, int(60 * self.minutes / self._seconds_per_step()))
+        if self.budget.time is not None:
+            clock, seconds = self.budget.time
+            state["steps"] = state["steps"] or max(1, int(seconds / self._seconds_per_step(clock)))
             self.config.trainer.max_steps = state["steps"]
-            self.config.trainer.max_minutes = SLACK * self.minutes
-            console.print(f"{self.name}: {state['steps']} steps for {self.minutes:g} minutes")
+            if self.budget.minutes is not None:
+                self.config.trainer.max_minutes = SLACK * self.budget.minutes
+            console.print(f"{self.name}: {state['steps']} steps for {seconds:g} {clock.replace('_', ' ')}")
         write_json(self.mark, state)
         write_json(self.mark, state | {"best": train(self.config, self.folder)})
 
-    def _seconds_per_step(self) -> float:
-        """Time a few steps of this very run in a folder that is removed again."""
+    def _seconds_per_step(self, clock: str) -> float:
+        """Time a few steps of this very run, by a clock of the learning curve, in a folder that is removed again."""
         folder, config = self.folder / "probe", self.config.copy()
         config.trainer.update({"max_steps": PROBE_STEPS, "progress": False})
         config.acceptance.update({"every": PROBE_EVERY, "prompts": 1, "max_new_tokens": 2})
@@ -166,7 +177,7 @@ class Run:
         train(config, folder)
         first, *_, last = read_json(folder / "learning_curve.json")
         shutil.rmtree(folder)
-        return (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+        return (last[clock] - first[clock]) / (last["step"] - first["step"])
 
 
 def plan(chosen: CompareSettings, config: DictConfig, out: Path) -> list[Run]:
@@ -179,8 +190,8 @@ def plan(chosen: CompareSettings, config: DictConfig, out: Path) -> list[Run]:
         composed.target, composed.prepared, composed.seed = config.target, chosen.prepared, chosen.seed
         composed.resume = "auto"
         composed.trainer.update({"max_steps": budget.steps or 0, "max_tokens": budget.tokens, "max_minutes": None})
-        marks = plain(composed) | _marks(conversations, composed.limit, budget.minutes)
-        runs.append(Run(name, chosen.drafters[name], out / "runs" / name, composed, marks, budget.minutes))
+        marks = plain(composed) | _marks(conversations, composed.limit, budget)
+        runs.append(Run(name, chosen.drafters[name], out / "runs" / name, composed, marks, budget))
     changed = [f"{run.name}: {'; '.join(lines)}" for run in runs if (lines := run.changes())]
     if changed:
         raise ValueError(f"run(s) of other settings in {out / 'runs'}: {' | '.join(changed)}; use another folder")
@@ -200,9 +211,10 @@ def compose_train(overrides: Sequence[str]) -> DictConfig:
     return config
 
 
-def _marks(conversations: Sequence[Conversation], limit: int | None, minutes: float | None) -> dict[str, Any]:
+def _marks(conversations: Sequence[Conversation], limit: int | None, budget: Budget) -> dict[str, Any]:
     """Training's own settings leave these free, a comparison does not."""
-    return {"fingerprint.data": conversations_fingerprint(conversations[:limit]), "budget.minutes": minutes}
+    times = {f"budget.{name}": getattr(budget, name) for name in ("minutes", "core_minutes")}
+    return {"fingerprint.data": conversations_fingerprint(conversations[:limit])} | times
 
 
 class Measurer:
@@ -248,6 +260,7 @@ class Measurer:
             "steps": curve[-1]["step"],
             "tokens": curve[-1]["tokens"],
             "minutes": round(curve[-1]["seconds"] / 60, 3),
+            "core_minutes": round(curve[-1]["cpu_seconds"] / 60, 3),
             "best_step": read_json(run.mark)["best"]["step"],
         }
         words = drafter_words(drafter) | {

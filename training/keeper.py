@@ -98,7 +98,7 @@ class Keeper(Callback):
         if writes:
             drafter = cast(Drafter, module.drafter)
             # Not the seconds: equal runs leave equal folders, on a busy machine too.
-            measured = {name: value for name, value in found.items() if name != "seconds"}
+            measured = {name: value for name, value in found.items() if not name.endswith("seconds")}
             save_drafter(folder, drafter, target_identity=self.identity, data=self.data, measured=measured)
         if self.best is not None and self.best["folder"] != folder.name:
             self._stale.append(self.out / self.best["folder"])

@@ -99,7 +99,7 @@ def test_one_table_for_all(compared, prepared):
     found = read_json(compared / "compare.json")
     assert list(found["drafters"]) == ["short", "long"]
     assert found["failures"] == {}
-    assert found["budget"] == {"steps": None, "tokens": WANTED_TOKENS, "minutes": None}
+    assert found["budget"] == {"steps": None, "tokens": WANTED_TOKENS, "minutes": None, "core_minutes": None}
     assert found["prompts"] == 4
     text = (compared / "compare.md").read_text()
     for name, slots, layers in (("short", 2, LAYERS), ("long", 3, [0, 1, 3])):
@@ -155,8 +155,9 @@ def test_changed_runs_are_refused_before_anything_starts(compared, prepared, mon
         run(compared, *overrides(prepared, **{"budget.minutes": 1}))
 
 
-def test_a_failing_drafter_is_named_and_a_minutes_budget_makes_steps(prepared, tmp_path, capsys):
-    words = overrides(prepared, "drafter.model.layers=[0,99]", **{"budget.minutes": 0.01, "harness": "false"})
+@pytest.mark.parametrize("clock", ["minutes", "core_minutes"])
+def test_a_failing_drafter_is_named_and_a_budget_of_time_makes_steps(prepared, tmp_path, capsys, clock):
+    words = overrides(prepared, "drafter.model.layers=[0,99]", **{f"budget.{clock}": 0.01, "harness": "false"})
     found = run(tmp_path, *words)
     assert list(found.entries) == ["short"]
     assert list(found.failures) == ["long"]
@@ -189,8 +190,9 @@ def test_a_killed_run_goes_on_without_decoding_again(prepared, tmp_path, monkeyp
     found = run(tmp_path, *words)
     assert found.failures == {}
     assert [at["step"] for at in found.entries["short"].curve] == [3, 6]
-    seconds = [at["seconds"] for at in found.entries["short"].curve]
-    assert 0 < seconds[0] < seconds[1]
+    for clock in ("seconds", "cpu_seconds"):
+        shown = [at[clock] for at in found.entries["short"].curve]
+        assert 0 < shown[0] < shown[1]
 
 
 def test_steps_of_a_token_limit_by_hand(prepared):
@@ -218,7 +220,7 @@ def test_when_all_fail_the_report_says_so(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({}, "exactly one of steps, tokens and minutes, above 0; got none"),
+        ({}, "exactly one of steps, tokens, minutes, core_minutes, above 0; got none"),
         ({"budget.steps": 1, "budget.tokens": 1}, "got steps=1, tokens=1"),
         ({"budget.minutes": 0}, "got minutes=0"),
         ({"budget.steps": 1, "only": "[nobody]"}, "unknown run.s. nobody; drafters has"),
