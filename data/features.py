@@ -101,7 +101,7 @@ def observe(
         for row, (index, one) in enumerate(zip(indices, chosen, strict=True)):
             length = len(one.tokens)
             last, aux = features.last[row, :length], features.aux[row, :length]
-            top1, lse = _readout(target, last)
+            top1, lse = readout(target, last)
             for place, layer in enumerate(layers):
                 _check_range(aux[:, place], kept, f"{one.id}: output of layer {layer}")
             _check_range(last, kept_last, f"{one.id}: last hidden state")
@@ -334,7 +334,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
-def _readout(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
+def readout(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
     """top1 int64 [N] and lse float32 [N] of last hidden states [N, D], a few positions at a time."""
     step = max(1, LOGITS_AT_ONCE // target.identity["vocab_size"])
     logits = (target.logits(rows) for rows in last.split(step))

@@ -145,8 +145,12 @@ class PackedData(LightningDataModule):
         self.collate = Collate(row_tokens, settings.anchor_multiple or row_tokens, DTYPES[dtype], anchors)
         self.total = 0
 
-    def train_dataloader(self) -> StepLoader:
+    @property
+    def steps(self) -> Steps:
+        """This rank's batch of every micro-step, whichever came last."""
         trainer = self.trainer
         rank, ranks = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        steps = Steps(self.source, self.plan, self.collate, self.total, rank, ranks)
-        return StepLoader(steps, self.settings.workers)
+        return Steps(self.source, self.plan, self.collate, self.total, rank, ranks)
+
+    def train_dataloader(self) -> StepLoader:
+        return StepLoader(self.steps, self.settings.workers)

@@ -85,6 +85,33 @@ class TargetParts:
 
 
 @dataclass
+class Drafted:
+    """The drafter's own tokens after each anchor, which the slot grid reads in place of the data's.
+
+    tokens [B, A, K] int64. labels [B, A, K] int64: the target's token at each slot. mask [B, A, K] bool: slots that
+    the target's verdict is known of. weights [B, A, K] float32: factors of their losses. teacher [B, A, K] int64:
+    position in the row whose last hidden state predicts the slot's token; from T on, an entry of `last`, what the
+    target showed when it read drafted tokens: last [B, X, D], top1 and lse [B, X].
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    mask: Tensor
+    weights: Tensor
+    teacher: Tensor
+    last: Tensor
+    top1: Tensor
+    lse: Tensor
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
+        """Move all tensors; cast `last` to dtype when given."""
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        if dtype is not None:
+            moved["last"] = moved["last"].to(dtype)
+        return replace(self, **moved)
+
+
+@dataclass
 class Batch:
     """Packed rows with the target's features.
 
@@ -93,7 +120,8 @@ class Batch:
     included). aux [B, T, L, D] chosen layers' outputs, ascending. last [B, T, D] last hidden state after the final
     norm. top1 [B, T] int64: argmax of the target's logits at each position. lse [B, T] float32: log-sum-exp of those
     logits. anchors [B, A] int64 positions in the row, ascending, -1 on padding. seed: the micro-step, for drafters that
-    draw while training. progress: share of training done, in [0, 1), for curricula.
+    draw while training. progress: share of training done, in [0, 1), for curricula. drafted: the drafter's own tokens
+    after the anchors, when it trains on those.
     """
 
     tokens: Tensor
@@ -107,14 +135,26 @@ class Batch:
     anchors: Tensor
     seed: int = 0
     progress: float = 0.0
+    drafted: Drafted | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move all tensors; cast the features (aux, last) to dtype when given."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("seed", "progress")}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         if dtype is not None:
             moved |= {name: moved[name].to(dtype) for name in ("aux", "last")}
+        if self.drafted is not None:
+            moved["drafted"] = self.drafted.to(device, dtype)
         return replace(self, **moved)
+
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `teacher` positions point to: last [B, T + X, D], top1 and lse [B, T + X]; X = 0 without drafted
+        tokens."""
+        if self.drafted is None:
+            return self.last, self.top1, self.lse
+        mine, own = (self.last, self.top1, self.lse), (self.drafted.last, self.drafted.top1, self.drafted.lse)
+        last, top1, lse = (torch.cat([row, extra], 1) for row, extra in zip(mine, own, strict=True))
+        return last, top1, lse
 
 
 @dataclass
@@ -148,7 +188,10 @@ def grid(batch: Batch, num_slots: int) -> Grid:
 
     Worked example, one document, K = 2: tokens p p x y e q (p prompt, e end of turn, q the next prompt),
     turns 0 0 1 1 1 0. Anchors are x and y (positions 2, 3). Slot mask of x: [y ok, e ok]; of y: [e ok, q no].
+    Where the batch says what the drafter itself drafted, that stands in place of the data, and its mask holds.
     """
+    if batch.drafted is not None:
+        return _drafted_grid(batch, batch.drafted, num_slots)
     tokens_in_row = batch.tokens.shape[1]
     anchors = batch.anchors.clamp_min(0)[..., None]
     steps = torch.arange(1, num_slots + 1, device=anchors.device)
@@ -164,6 +207,15 @@ def grid(batch: Batch, num_slots: int) -> Grid:
     same_document = at(batch.documents, wanted) == at(batch.documents, anchors)
     mask = (inside & same_turn & same_document).cumprod(-1).bool()
     return Grid(at(batch.tokens, teacher), at(batch.tokens, wanted), mask, teacher)
+
+
+def _drafted_grid(batch: Batch, drafted: Drafted, num_slots: int) -> Grid:
+    """The grid of drafted tokens: slot k's previous token is the draft of slot k - 1, the anchor's before slot 1."""
+    tokens = drafted.tokens[:, :, :num_slots]
+    anchors = batch.tokens.gather(1, batch.anchors.clamp_min(0))[..., None]
+    prev_ids = torch.cat([anchors, tokens[:, :, :-1]], 2)
+    labels, mask, teacher = (x[:, :, :num_slots] for x in (drafted.labels, drafted.mask, drafted.teacher))
+    return Grid(prev_ids, labels, mask, teacher)
 
 
 def answer_anchors(turns: Tensor, documents: Tensor) -> Tensor:

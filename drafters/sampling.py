@@ -11,6 +11,7 @@ from torch import Tensor
 
 # What a random number is for: no two purposes share one.
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM, ANSWER_STREAM, ANCHOR_STREAM = 1, 2, 3, 4, 5, 6
+FORCING_STREAM = 7
 
 
 @dataclass(frozen=True)

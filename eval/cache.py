@@ -6,6 +6,9 @@ right. Layers with a window measure distance in columns, so for them a hole is n
 takes positions from the rotary embedding alone, so there the move waits until holes take a quarter of the width.
 """
 
+from copy import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
@@ -54,6 +57,16 @@ class BufferedLayer(DynamicLayer):
         for buffer in self._buffers:
             buffer[..., : columns.shape[1], :] = buffer.transpose(1, 2)[rows, columns].transpose(1, 2)
         self.narrow(columns.shape[1])
+
+    def copy(self, rows: Tensor) -> "BufferedLayer":
+        """A layer of its own that holds these rows. rows [R'] int64, repeats allowed."""
+        other = BufferedLayer()
+        if self._buffers is not None and self.keys is not None:
+            width = self.keys.shape[-2]
+            keys, values = (buffer[rows.to(buffer.device), ..., :width, :] for buffer in self._buffers)
+            other._buffers, other.is_initialized, other.device = (keys, values), True, keys.device
+            other.narrow(width)
+        return other
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows. rows [R'] int64."""
@@ -115,6 +128,19 @@ class RowCache:
             layer.select(index)
         if self.visible.shape[1] > (1 + HOLES_ALLOWED) * max(self.host_lengths):
             self._compact(max(self.host_lengths))
+
+    def branches(self, rows: list[int], lengths: list[int]) -> Self:
+        """A cache of its own whose row i holds the first lengths[i] tokens of row rows[i]; this one stays as it is."""
+        index = torch.tensor(rows, device=self.visible.device)
+        other = copy(self)
+        other.cache = DynamicCache()
+        other.cache.layers = [layer.copy(index) for layer in self.layers]
+        other.lengths = torch.tensor(lengths, device=index.device)
+        other.host_lengths = list(lengths)
+        visible = self.visible[index]
+        other.visible = visible * (visible.cumsum(1) <= other.lengths[:, None]).to(visible.dtype)
+        other._compact(max(lengths))
+        return other
 
     def _compact(self, width: int) -> None:
         """Move every row's tokens to the right, in order, in `width` columns."""

@@ -7,7 +7,7 @@ at every interval; `eval.recording` keeps the answers.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +50,14 @@ class Acceptance:
 
 
 @dataclass
-class _Round:
-    """One round. answer: number of its trajectory. accepted: drafts that agree with the answer. room: tokens left to
-    emit. confidences: by slot, None without."""
+class Round:
+    """One round. answer: number of its trajectory. anchor: its position there. drafted [K]. accepted: drafts that agree
+    with the answer. room: tokens left to emit. confidences: by slot, None without."""
 
     domain: str
     answer: int
+    anchor: int
+    drafted: list[int]
     accepted: int
     room: int
     confidences: list[float] | None
@@ -73,11 +75,11 @@ def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int,
     emitted: dict[str, int] = defaultdict(int)
     rounds: dict[str, int] = defaultdict(int)
     offered, kept = [0] * num_slots, [0] * num_slots
-    confident: list[_Round] = []
+    confident: list[Round] = []
     order = sorted(range(len(trajectories)), key=lambda index: len(trajectories[index].tokens))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        for one in _rounds(drafter, [trajectories[i] for i in chosen], chosen, num_slots):
+        for one in rounds_of(drafter, [trajectories[i] for i in chosen], chosen, num_slots):
             rounds[one.domain] += 1
             emitted[one.domain] += min(one.accepted + 1, one.room)
             for k in range(min(one.accepted + 1, num_slots, one.room)):
@@ -98,7 +100,7 @@ def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int,
     )
 
 
-def _with_confidences(rounds: Sequence[_Round], num_slots: int) -> Rounds:
+def _with_confidences(rounds: Sequence[Round], num_slots: int) -> Rounds:
     """Rounds for calibration; one whose last draft ends the answer scores the slots up to it."""
     scored = [one.room if one.accepted >= one.room else num_slots for one in rounds]
     return Rounds(
@@ -109,19 +111,27 @@ def _with_confidences(rounds: Sequence[_Round], num_slots: int) -> Rounds:
     )
 
 
-def _rounds(drafter: Drafter, batch: Sequence[Trajectory], numbers: Sequence[int], num_slots: int) -> Iterable[_Round]:
-    """Every round of a batch of trajectories, which have these numbers."""
+def rounds_of(
+    drafter: Drafter,
+    batch: Sequence[Trajectory],
+    numbers: Sequence[int],
+    num_slots: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+) -> Iterator[Round]:
+    """Every round of a batch of trajectories, which have these numbers. sampling: of the drafts (None: greedy); they
+    are accepted while they agree with the answer."""
     longest = max(len(one.tokens) for one in batch)
     parameter = next(drafter.parameters(), None)
     like = batch[0].last if parameter is None else parameter
     state = drafter.begin(len(batch), longest + num_slots)
-    seeds = torch.zeros(len(batch), dtype=torch.int64, device=like.device)
+    seeds = torch.arange(len(batch), device=like.device) + seed
     read, anchor = [0] * len(batch), [one.prompt for one in batch]
     while any(anchor[r] < len(one.tokens) - 1 for r, one in enumerate(batch)):
         next_ids, aux, last, lengths = _unread(batch, read, anchor)
         # Trajectories may rest in another place and dtype than the drafter, as features do while decoding.
         drafter.observe(state, next_ids.to(like.device), aux.to(like), last.to(like), lengths.to(like.device))
-        proposal = drafter.propose(state, num_slots, Sampling(), seeds)
+        proposal = drafter.propose(state, num_slots, sampling or Sampling(), seeds)
         drafted = proposal.tokens.tolist()
         given = None if proposal.confidences is None else proposal.confidences.tolist()
         for r, one in enumerate(batch):
@@ -131,7 +141,8 @@ def _rounds(drafter: Drafter, batch: Sequence[Trajectory], numbers: Sequence[int
             if room <= 0:
                 continue
             accepted = next((k for k, (a, b) in enumerate(zip(drafted[r], truth, strict=False)) if a != b), len(truth))
-            yield _Round(one.domain, numbers[r], accepted, room, None if given is None else given[r])
+            sure = None if given is None else given[r]
+            yield Round(one.domain, numbers[r], anchor[r], drafted[r], accepted, room, sure)
             anchor[r] += min(accepted + 1, room)
 
 

@@ -20,7 +20,7 @@ from data.collate import Collate, gather_anchors
 from data.conversations import Conversation
 from data.features import Sample, observe
 from data.target import Target
-from drafters.contract import Batch, Drafter, answer_anchors
+from drafters.contract import Batch, Drafted, Drafter, answer_anchors
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 from eval.decoder import DecodeSettings, generate
@@ -131,6 +131,30 @@ def draft_equals_train(drafter: Drafter, target: Target, prompt: int = 9) -> Non
     assert proposal.probs is not None
     error = (wide - proposal.probs[0]).abs().max()
     assert error < 1e-4, f"drafting and training differ by {error:.2e}"
+
+
+@torch.no_grad()
+def own_tokens_are_read(drafter: Drafter, target: Target, prompt: int = 9) -> None:
+    """Drafts given as the batch's own tokens, over a text that goes on otherwise, give the distributions that they were
+    drawn from: what training on drafts relies on."""
+    text = random_text(target, prompt + 1 + drafter.num_slots, seed=3)
+    known = sample(target, drafter, text, [0] * prompt + [1] * (1 + drafter.num_slots))
+    batch = row_batch([[known]], len(text))
+    state, count = drafter.begin(1, 64), torch.tensor([prompt])
+    drafter.observe(state, batch.tokens[:, 1 : prompt + 1], known.aux[None, :prompt], known.last[None, :prompt], count)
+    proposal = drafter.propose(state, drafter.num_slots, Sampling(temperature=1.0), torch.tensor([5]))
+    assert proposal.tokens[0].tolist() != text[prompt + 1 :], "the drafts are the text: this shows nothing"
+    tokens, whole = proposal.tokens[:, None], torch.ones(1, 1, drafter.num_slots, dtype=torch.bool)
+    teacher = (prompt + torch.arange(drafter.num_slots))[None, None]
+    empty = batch.last[:, :0]
+    drafted = Drafted(tokens, tokens, whole, whole.float(), teacher, empty, batch.top1[:, :0], batch.lse[:, :0])
+    slots = drafter.slots(replace(batch, anchors=torch.tensor([[prompt]]), drafted=drafted))
+    wide = torch.zeros(drafter.num_slots, drafter.vocabulary.target_size)
+    logits = drafter.logits(slots.hidden[0, 0], slots.prev_ids[0, 0]).float()
+    wide[:, drafter.vocabulary.ids] = logits.softmax(-1)
+    assert proposal.probs is not None
+    error = (wide - proposal.probs[0]).abs().max()
+    assert error < 1e-4, f"slots over drafted tokens and drafting differ by {error:.2e}"
 
 
 def packed_equals_alone(drafter: Drafter, target: Target) -> None:

@@ -11,6 +11,7 @@ from drafters.contract import Batch, Drafter, TargetParts
 from training.objectives import Objective, slot_terms
 from training.optimizers import OptimizerSettings, build_optimizer, rate
 from training.reduce import Window, divide_gradients
+from training.self_forcing import SelfForcing
 
 
 class DrafterModule(LightningModule):
@@ -18,6 +19,7 @@ class DrafterModule(LightningModule):
 
     Losses are sums over supervised slots; `on_before_optimizer_step` divides gradients by the denominator of the whole
     accumulation window over all ranks. total_steps: optimizer steps of the whole run, for the schedule.
+    self_forcing: puts the drafter's own drafts in the place of some batches (None: never).
     """
 
     def __init__(
@@ -27,11 +29,13 @@ class DrafterModule(LightningModule):
         objective: Objective,
         optimizer: OptimizerSettings,
         total_steps: int,
+        self_forcing: SelfForcing | None = None,
     ) -> None:
         super().__init__()
         self.drafter, self.objective, self.settings, self.total_steps = drafter, objective, optimizer, total_steps
         objective.measures(drafter)  # an unknown measure is an error before the first step
         self._held = (target,)  # a tuple, so that Lightning neither saves nor moves it
+        self.self_forcing = self_forcing
         self.window = Window()
         self.tokens_seen = 0
         self._started: tuple[float, int] | None = None
@@ -41,6 +45,8 @@ class DrafterModule(LightningModule):
         return self._held[0]
 
     def training_step(self, batch: Batch, step: int) -> Tensor:
+        if self.self_forcing is not None:
+            batch = self.self_forcing(self.drafter, batch, batch.seed // self.trainer.world_size)
         terms = slot_terms(self.drafter, self.drafter.slots(batch), batch, self.target, self.objective)
         self.window.add(
             loss=terms.loss,
@@ -92,6 +98,10 @@ class DrafterModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["tokens_seen"] = self.tokens_seen
+        if self.self_forcing is not None:
+            checkpoint["self_forcing"] = self.self_forcing.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens_seen = checkpoint["tokens_seen"]
+        if self.self_forcing is not None:
+            self.self_forcing.load_state_dict(checkpoint["self_forcing"])

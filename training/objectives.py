@@ -93,6 +93,12 @@ def kl(s: Scored) -> Tensor:
     return (log_p.exp() * (log_p - s.logq)).sum(-1)
 
 
+def reverse_kl(s: Scored) -> Tensor:
+    """KL(q || p_hat): the drafter's mass where the target has none costs most (Draft-OPD, arXiv 2605.29343). [n]."""
+    log_p = s.teacher.float().log_softmax(-1)[s.owner]
+    return (s.logq.exp() * (s.logq - log_p)).sum(-1)
+
+
 def tv(s: Scored) -> Tensor:
     """Total variation 1 - sum min(p, q). [n]; its gradient vanishes where p and q do not meet."""
     return 1.0 - s.overlap
@@ -130,7 +136,8 @@ def smooth_l1(s: Scored) -> Tensor:
 
 
 MEASURES: dict[str, Callable[[Scored], Tensor]] = {
-    f.__name__: f for f in (soft_ce, hard_ce, data_ce, kl, tv, l1, expected_acceptance, lk_alpha, lk_lambda, smooth_l1)
+    f.__name__: f
+    for f in (soft_ce, hard_ce, data_ce, kl, reverse_kl, tv, l1, expected_acceptance, lk_alpha, lk_lambda, smooth_l1)
 }
 OWN = "own_"
 LOGITS_AT_ONCE = 1 << 26
@@ -223,10 +230,13 @@ class Objective:
             )
         return {name: known[name] for name in self.terms}
 
-    def mix(self, losses: list[Tensor], weights: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Weighted sum of all terms, and each term's own weighted sum. losses: [n] of each term; weights [n]."""
+    def mix(
+        self, losses: list[Tensor], weights: Tensor, num_slots: int, factors: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted sum of all terms, and each term's own weighted sum. losses: [n] of each term; weights [n]; factors
+        [n] of all terms' weights."""
         even = self.slot_weights.static(num_slots, weights.device).mean()
-        scales = [even if name in (self.unweighted or ()) else weights for name in self.terms]
+        scales = [factors * (even if name in (self.unweighted or ()) else weights) for name in self.terms]
         parts = torch.stack([(values * scale).sum() for values, scale in zip(losses, scales, strict=True)])
         return (parts * parts.new_tensor(list(self.terms.values()))).sum(), parts
 
@@ -250,7 +260,8 @@ class Terms:
 
 @dataclass
 class Labels:
-    """Flat labels of a slot grid: [N = B * A anchors, K]; supervised counts slots whose labels the drafter can say."""
+    """Flat labels of a slot grid: [N = B * A anchors, K]; supervised counts slots whose labels the drafter can say;
+    factors of their weights (None: 1)."""
 
     mask: Tensor
     supervised: Tensor
@@ -258,28 +269,32 @@ class Labels:
     label: Tensor
     data: Tensor
     where: Tensor
+    factors: Tensor | None = None
 
 
 def flat_labels(slots: SlotBatch, batch: Batch, inverse: Tensor, objective: Objective) -> Labels:
     """Flatten the grid. inverse [V]: draft id of a target id or -1. A slot whose target argmax (or data token, when a
     term reads it: its name ends in data_ce) lies outside the draft vocabulary is not supervised: its label cannot be
     said."""
-    rows = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None, None]
-    where = (rows * batch.tokens.shape[1] + slots.teacher).flatten(0, 1)
-    label = inverse[batch.top1.flatten()[where]]
+    rows, top1 = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None, None], batch.outputs()[1]
+    where = (rows * top1.shape[1] + slots.teacher).flatten(0, 1)
+    label = inverse[top1.flatten()[where]]
     data = inverse[slots.target_ids.flatten(0, 1)]
     mask = slots.mask.flatten(0, 1)
     supervised = mask & (label >= 0)
     if any(name.endswith("data_ce") for name in objective.terms):
         supervised = supervised & (data >= 0)
-    return Labels(mask, supervised, slots.prev_ids.flatten(0, 1), label.clamp_min(0), data.clamp_min(0), where)
+    factors = None if batch.drafted is None else batch.drafted.weights.flatten(0, 1)[:, : mask.shape[1]]
+    prev_ids = slots.prev_ids.flatten(0, 1)
+    return Labels(mask, supervised, prev_ids, label.clamp_min(0), data.clamp_min(0), where, factors)
 
 
 def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetParts, objective: Objective) -> Terms:
     """The objective's sums over one batch's supervised slots; `loss` carries gradient to the drafter."""
     device, num_slots = slots.hidden.device, slots.hidden.shape[2]
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(device), objective)
-    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, batch)
+    last, _, lse = batch.outputs()
+    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, last, lse, batch.progress)
     chunk = objective.chunk or LOGITS_AT_ONCE // len(drafter.vocabulary)
     groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, chunk // num_slots))
     parameters = [p for p in drafter.parameters() if p.requires_grad]
@@ -288,7 +303,8 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     # Anchors none of whose labels can be said never reach a chunk; their first slot was offered all the same.
     unsaid = (labels.mask[:, 0] & ~labels.supervised.any(-1)).sum()
     offered = torch.cat([offered[:1] + unsaid, offered[1:]])
-    denominator = (objective.slot_weights.static(num_slots, device) * labels.supervised).sum()
+    factors = 1.0 if labels.factors is None else labels.factors
+    denominator = (objective.slot_weights.static(num_slots, device) * labels.supervised * factors).sum()
     parts = dict(zip(objective.terms, sums, strict=False))
     return Terms(loss, denominator, parts, offered, kept, overlap, supervised)
 
@@ -309,18 +325,20 @@ class _Scorer:
     target: TargetParts
     labels: Labels
     objective: Objective
-    batch: Batch
+    last: Tensor
+    lse: Tensor
+    progress: float
 
     def score(self, hidden: Tensor, group: Tensor) -> tuple[Scored, Tensor]:
         """hidden [G, K, D] of the group's anchors -> their supervised slots and where those stand [G, K]."""
         labels, supervised = self.labels, self.labels.supervised[group]
-        last, where = self.batch.last.flatten(0, 1), labels.where[group][supervised]
+        last, lse, where = self.last.flatten(0, 1), self.lse.flatten(), labels.where[group][supervised]
         positions, owner = where.unique(return_inverse=True)
         states, prev = hidden[supervised], labels.prev_ids[group][supervised]
         scored = Scored(
             logits=self.drafter.logits(states, prev),
             teach=lambda: self.target.logits(last[positions]),
-            lse=self.batch.lse.flatten()[positions],
+            lse=lse[positions],
             owner=owner,
             label=labels.label[group][supervised],
             data=labels.data[group][supervised],
@@ -328,7 +346,7 @@ class _Scorer:
             hidden=states,
             last=last[where],
             supervised=supervised,
-            progress=self.batch.progress,
+            progress=self.progress,
         )
         return scored, supervised
 
@@ -337,10 +355,11 @@ class _Scorer:
         scored, supervised = self.score(hidden, group)
         confidence = scored.in_grid(scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp())
         weights = self.objective.slot_weights.of(confidence, supervised)[supervised]
+        factors = 1.0 if self.labels.factors is None else self.labels.factors[group][supervised]
         losses = []
         for measure in self.objective.measures(self.drafter).values():  # a comprehension would be one more frame
             losses.append(measure(scored))
-        loss, parts = self.objective.mix(losses, weights, supervised.shape[1])
+        loss, parts = self.objective.mix(losses, weights, supervised.shape[1], factors)
         with torch.no_grad():
             hit = torch.zeros_like(supervised)
             hit[supervised] = scored.logits.argmax(-1) == scored.label
@@ -396,7 +415,7 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
     loss."""
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(slots.hidden.device), objective)
     hidden = slots.hidden.flatten(0, 1)
-    last = batch.last.flatten(0, 1)[labels.where].flatten(0, 1)
+    last = batch.outputs()[0].flatten(0, 1)[labels.where].flatten(0, 1)
     everything = target.logits(last).float()
     logits = drafter.logits(hidden.flatten(0, 1), labels.prev_ids.flatten())
     teacher = everything[:, drafter.vocabulary.ids.to(last.device)]
@@ -416,5 +435,6 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
     )
     confidence = scored.in_grid(scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp())
     weights = objective.slot_weights.of(confidence, labels.supervised)[labels.supervised]
+    factors = 1.0 if labels.factors is None else labels.factors[labels.supervised]
     losses = [measure(scored) for measure in objective.measures(drafter).values()]
-    return objective.mix(losses, weights, hidden.shape[1])[0]
+    return objective.mix(losses, weights, hidden.shape[1], factors)[0]

@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from checkpoints.files import read_json
+from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, native_bf16, record, settings
 from data.chat import Template
 from data.collate import Plan
@@ -36,14 +37,15 @@ from drafters.vocabulary import DraftVocabulary
 from eval.recording import Question, Recording, belongs, owner_of, record_answers, trajectory
 from eval.replay import Trajectory
 from training.acceptance import AcceptanceCallback, AcceptanceSettings
-from training.keeper import AtomicCheckpoints, Keeper, resume_point
+from training.keeper import AtomicCheckpoints, Keeper, difference, resume_point
 from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
+from training.self_forcing import SelfForcing, SelfForcingSettings
 
 GROUPS = (
     *("target", "prepared", "heldout", "drafter", "objective", "optimizer", "batch", "acceptance", "trainer"),
-    *("logger", "seed", "resume", "limit"),
+    *("self_forcing", "logger", "seed", "resume", "limit", "init"),
 )
 
 
@@ -109,6 +111,7 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     trainer_settings = settings(TrainerSettings, config.trainer, "trainer")
     batches = settings(BatchSettings, config.batch, "batch")
     accepting = settings(AcceptanceSettings, config.acceptance, "acceptance")
+    forcing = settings(SelfForcingSettings, config.self_forcing, "self_forcing")
     heldout = settings(SourceSettings, config.heldout, "heldout")
     loggers = build_loggers(config.logger, out)
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
@@ -116,12 +119,13 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     if heldout.thinking is None:  # ask as the training data were asked
         heldout = replace(heldout, thinking=prepared_as.get("thinking"))
     conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
-    drafter = build_drafter(chosen, target, conversations)
+    drafter = build_drafter(chosen, target, conversations, config.init)
     source = feature_source(batches, prepared, target, drafter, conversations)
     data = PackedData(source, batches, anchors=drafter.anchors_per_row)
     steps = planned_steps(trainer_settings, data.plan, [one.answer_tokens for one in conversations])
     data.total = steps * trainer_settings.accumulate
-    module = DrafterModule(drafter, target.parts, objective, optimizer, steps)
+    own_drafts = SelfForcing(target, forcing, lambda step: data.steps[step]) if forcing.share else None
+    module = DrafterModule(drafter, target.parts, objective, optimizer, steps, own_drafts)
     recorded = held_out(heldout, target, drafter, accepting, out / "heldout.safetensors")
     acceptance = AcceptanceCallback(recorded, accepting)
     declared = {"prepared": prepared_as, "conversations": len(conversations)}
@@ -154,24 +158,25 @@ def planned_steps(chosen: TrainerSettings, plan: Plan, answer_tokens: Sequence[i
     return steps
 
 
-def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequence[Conversation]) -> Drafter:
-    """The drafter on the target's device, with its draft vocabulary from the training answers and its warm start."""
+def build_drafter(
+    chosen: DrafterSettings, target: Target, conversations: Sequence[Conversation], init: str | None = None
+) -> Drafter:
+    """The drafter on the target's device, with its draft vocabulary from the training answers and its warm start.
+
+    init: a drafter folder to train on from, its draft vocabulary included, made with the same drafter.model.
+    """
     console, parts = Console(), target.parts
-    size = target.identity["vocab_size"]
-    vocabulary = DraftVocabulary.full(size)
-    if chosen.vocabulary is not None:
-        counts = token_counts(conversations, size)
-        vocabulary = DraftVocabulary.from_counts(counts, chosen.vocabulary)
-        console.print(
-            f"draft vocabulary: {len(vocabulary)} of {size} tokens, {vocabulary.coverage(counts):.2%} of answers"
-        )
+    known = load_drafter(Path(init), parts, torch.float32) if init else None
+    vocabulary = draft_vocabulary(chosen, target, conversations, known)
     drafter: Drafter = instantiate(chosen.model, _partial_=True, _convert_="all")(target=parts, vocabulary=vocabulary)
     drafter.to(target.device)
     if drafter.mask_token is not None and any(drafter.mask_token in one.tokens for one in conversations):
         raise ValueError(
             f"mask token {drafter.mask_token} stands in the training data: choose an id that no text contains"
         )
-    if chosen.warm_start:
+    if known is not None:
+        go_on_from(drafter, known, f"init {init}")
+    elif chosen.warm_start:
         for line in drafter.warm_start(parts):
             console.print(f"warm start: {line}", style="dim")
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -179,6 +184,30 @@ def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequen
         f"drafter: {trained / 1e6:.1f}M trained parameters, {drafter.num_slots} slots, layers {drafter.needs.layers}"
     )
     return drafter
+
+
+def draft_vocabulary(
+    chosen: DrafterSettings, target: Target, conversations: Sequence[Conversation], known: Drafter | None
+) -> DraftVocabulary:
+    """The known head's own, else one of the tokens that the answers use most, else the target's whole vocabulary."""
+    if known is not None:
+        return known.vocabulary
+    size = target.identity["vocab_size"]
+    if chosen.vocabulary is None:
+        return DraftVocabulary.full(size)
+    counts = token_counts(conversations, size)
+    vocabulary = DraftVocabulary.from_counts(counts, chosen.vocabulary)
+    covered = f"{vocabulary.coverage(counts):.2%} of answers"
+    Console().print(f"draft vocabulary: {len(vocabulary)} of {size} tokens, {covered}")
+    return vocabulary
+
+
+def go_on_from(drafter: Drafter, known: Drafter, where: str) -> None:
+    """Take a trained head's tensors. ValueError names settings in which the two differ."""
+    mine, other = ({"class": type(one).__name__} | one.settings() for one in (drafter, known))
+    if lines := difference(other, mine):
+        raise ValueError(f"{where} was made with other settings of drafter.model: {'; '.join(lines)}")
+    drafter.load_state_dict(known.state_dict())
 
 
 def feature_source(

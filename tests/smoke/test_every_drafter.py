@@ -35,6 +35,10 @@ def test_draft_equals_train(drafter, target):
     checks.draft_equals_train(drafter, target)
 
 
+def test_own_tokens_are_read(drafter, target):
+    checks.own_tokens_are_read(drafter, target)
+
+
 def test_packed_equals_alone(drafter, target):
     checks.packed_equals_alone(drafter, target)
 

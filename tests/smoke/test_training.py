@@ -95,9 +95,11 @@ def test_trains_and_leaves_a_whole_drafter(prepared, tmp_path):
     assert record["config"]["trainer"]["max_steps"] == 12
 
 
-def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path):
-    train(prepared, tmp_path / "whole")
-    command = [sys.executable, "-m", "training.train", *overrides(prepared), f"hydra.run.dir={tmp_path / 'killed'}"]
+@pytest.mark.parametrize("own_drafts", ["none", "replayed"])
+def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path, own_drafts):
+    train(prepared, tmp_path / "whole", self_forcing=own_drafts)
+    words = overrides(prepared, self_forcing=own_drafts)
+    command = [sys.executable, "-m", "training.train", *words, f"hydra.run.dir={tmp_path / 'killed'}"]
     last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
     running = subprocess.Popen(command, cwd=checks.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
@@ -121,6 +123,19 @@ def test_resume_with_other_settings_is_refused(prepared, tmp_path):
     train(prepared, tmp_path)
     with pytest.raises(ValueError, match=r"optimizer\.lr"):
         train(prepared, tmp_path, **{"optimizer.lr": 1e-5})
+
+
+def test_a_trained_head_is_trained_on(prepared, tmp_path):
+    """init: training goes on from a head's tensors and its draft vocabulary; another model is refused by name."""
+    train(prepared, tmp_path / "first")
+    head = tmp_path / "first" / "drafter"
+    words = {"init": head, "drafter.vocabulary": 16, "trainer.max_steps": 1, "optimizer.lr": 0, "optimizer.muon_lr": 0}
+    train(prepared, tmp_path / "second", **words)
+    first, second = (read_tensors(tmp_path / run / "drafter" / "model.safetensors") for run in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(ValueError, match=r"init .*drafter was made with other settings of drafter\.model: num_slots 3"):
+        train(prepared, tmp_path / "third", **words | {"drafter.model.num_slots": 2})
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused(prepared, tmp_path):
