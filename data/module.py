@@ -152,5 +152,10 @@ class PackedData(LightningDataModule):
         rank, ranks = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         return Steps(self.source, self.plan, self.collate, self.total, rank, ranks)
 
+    @property
+    def first(self) -> Batch:
+        """The whole first micro-batch, on every rank, to solve a warm start from."""
+        return Steps(self.source, self.plan, self.collate, 1)[0]
+
     def train_dataloader(self) -> StepLoader:
         return StepLoader(self.steps, self.settings.workers)

@@ -21,8 +21,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafters.attention import block_block_mask, dense_block, flex_block
+from drafters.carry import carry_newest
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, check_layers, grid
-from drafters.decoder import key_shape, take_norm
+from drafters.decoder import HeadNormAttention, key_shape, take_norm
 from drafters.drafting import choose, write_at
 from drafters.layers import Rotary, SharedEmbedding, SharedHead, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
@@ -53,34 +54,6 @@ def spread_layers(num_target_layers: int, count: int = 5) -> tuple[int, ...]:
             f"to ascending ids in 0..{num_target_layers - 1}"
         )
     return layers
-
-
-class HeadNormAttention(nn.Module):
-    """Projections of a draft layer, with RMS norms over each head of queries and keys (Qwen3's)."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        size, (groups, width) = config.hidden_size, key_shape(config)
-        self.head_dim = width
-        self.q_proj = nn.Linear(size, config.num_attention_heads * width, bias=False)
-        self.k_proj = nn.Linear(size, groups * width, bias=False)
-        self.v_proj = nn.Linear(size, groups * width, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * width, size, bias=False)
-        self.q_norm = LlamaRMSNorm(width, config.rms_norm_eps)
-        self.k_norm = LlamaRMSNorm(width, config.rms_norm_eps)
-
-    def heads(self, states: Tensor) -> Tensor:
-        """[B, N, H * d] -> [B, N, H, d]."""
-        return states.unflatten(-1, (-1, self.head_dim))
-
-    def keys_values(self, states: Tensor, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """states [B, N, D] at positions [B, N] -> rotated keys and values [B, G, N, d]."""
-        keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
-        return rotary(keys, positions), self.heads(self.v_proj(states)).transpose(1, 2)
-
-    def query(self, states: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
-        """Rotated queries [B, H, N, d]."""
-        return rotary(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), positions)
 
 
 class BlockLayer(nn.Module):
@@ -313,7 +286,8 @@ class BlockDrafter(Drafter):
     def warm_start(self, target: TargetParts) -> list[str]:
         """Fusion from the last captured layer, every draft layer from the target's last block, norm from the target's.
 
-        Queries and keys keep unit head norms; a target that norms heads gives its own.
+        More key-value heads than the target's take its heads in turn. Queries and keys keep unit head norms; a target
+        that norms heads gives its own.
         """
         size = self.layer_config.hidden_size
         self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
@@ -328,10 +302,46 @@ class BlockDrafter(Drafter):
             taken.append("hidden_norm <- target's last block")
         for name, parameter in self.layers.named_parameters():
             source = block.get(name.split(".", 1)[1])
+            if source is not None and name.endswith(("k_proj.weight", "v_proj.weight")):
+                source = self._more_heads(source, len(parameter))
             if source is not None and source.shape == parameter.shape:
                 parameter.copy_(source.float() + shift if source.ndim == 1 else source)
                 taken.append(f"layers.{name} <- target's last block")
         return taken
+
+    def _more_heads(self, source: Tensor, rows: int) -> Tensor:
+        """Key or value heads repeated up to `rows`, where that is a multiple."""
+        if len(source) == 0 or rows % len(source):
+            return source
+        heads = source.unflatten(0, (-1, key_shape(self.layer_config)[1]))
+        return heads.repeat_interleave(rows // len(source), 0).flatten(0, 1)
+
+    @torch.no_grad()
+    def warm_start_on(self, batch: Batch) -> list[str]:
+        """The first layer carries the newest feature (drafters.carry), layers between start silent, and the last one
+        stays the target's last block, whose head norms take the size of its queries and keys."""
+        first, last, size = self.draft_layers[0], self.draft_layers[-1], self.layer_config.hidden_size
+        real = (batch.documents >= 0) & (batch.positions > 0)
+        states = self.fc(batch.aux.to(self.fc.weight.dtype).flatten(-2))[real]
+        features = self.hidden_norm(states)
+        scale = states.pow(2).mean(-1, keepdim=True).sqrt()
+        anchors = batch.tokens.gather(1, batch.anchors.clamp_min(0))[batch.anchors >= 0]
+        if len(features) < size or not len(anchors):
+            return [f"no feature is carried: {len(features)} features of a batch do not tell {size} directions"]
+        first.input_layernorm.weight.fill_(1.0)
+        rows = first.input_layernorm(self.rows(anchors[None], self.num_slots)).flatten(0, 2)
+        frequencies = self.rotary.embedding.inv_freq
+        wanted = states / scale * scale.median()
+        apart, kept = carry_newest(first.self_attn, frequencies, features, rows, wanted)
+        for layer in self.draft_layers[:-1]:
+            layer.mlp.down_proj.weight.zero_()
+        for layer in self.draft_layers[1:-1]:
+            layer.self_attn.o_proj.weight.zero_()
+        attention = last.self_attn
+        if len(self.draft_layers) > 1 and bool((attention.q_norm.weight == 1).all()):
+            attention.q_norm.weight.fill_(attention.q_proj(features).pow(2).mean().sqrt())
+            attention.k_norm.weight.fill_(attention.k_proj(features).pow(2).mean().sqrt())
+        return [f"layers.0 carries {kept:.1%} of the newest feature; {apart:.1%} of keys tell features from the block"]
 
     def begin(self, requests: int, capacity: int) -> BlockState:
         config, like = self.layer_config, self.fc.weight

@@ -288,6 +288,10 @@ class Drafter(nn.Module, ABC):
         """Initialise from the target where shapes allow. Returns one line per part that was taken; empty if none."""
         return []
 
+    def warm_start_on(self, batch: Batch) -> list[str]:
+        """The part of a warm start that is solved from a batch of features, after `warm_start`. Returns as that."""
+        return []
+
     @abstractmethod
     def begin(self, requests: int, capacity: int) -> Any:
         """An empty drafting state for R requests of at most `capacity` positions each (prompt + answer)."""

@@ -43,6 +43,34 @@ class Attention(nn.Module):
         return rotary(self.split(self.k_proj(inputs)), positions), self.split(self.v_proj(inputs))
 
 
+class HeadNormAttention(nn.Module):
+    """Projections of a draft layer, with RMS norms over each head of queries and keys (Qwen3's)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size, (groups, width) = config.hidden_size, key_shape(config)
+        self.head_dim = width
+        self.q_proj = nn.Linear(size, config.num_attention_heads * width, bias=False)
+        self.k_proj = nn.Linear(size, groups * width, bias=False)
+        self.v_proj = nn.Linear(size, groups * width, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, size, bias=False)
+        self.q_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.k_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+
+    def heads(self, states: Tensor) -> Tensor:
+        """[B, N, H * d] -> [B, N, H, d]."""
+        return states.unflatten(-1, (-1, self.head_dim))
+
+    def keys_values(self, states: Tensor, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """states [B, N, D] at positions [B, N] -> rotated keys and values [B, G, N, d]."""
+        keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
+        return rotary(keys, positions), self.heads(self.v_proj(states)).transpose(1, 2)
+
+    def query(self, states: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+        """Rotated queries [B, H, N, d]."""
+        return rotary(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), positions)
+
+
 class PlainLayer(nn.Module):
     """A decoder layer as Llama has it. `width`: of what its attention reads."""
 

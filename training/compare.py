@@ -77,7 +77,8 @@ class Budget:
 @dataclass(frozen=True)
 class CompareSettings:
     """drafters: overrides of the training config by run name. only: names to run (None: all). train: overrides for all
-    runs. budget: see Budget. temperatures: of the decoding loop. harness: run that loop, or replay alone. The rest as
+    runs. budget: see Budget. heldout: JSONL of prompts on which tau is measured while training (None: those that `train`
+    says, else the shipped ones). temperatures: of the decoding loop. harness: run that loop, or replay alone. The rest as
     in eval.evaluate.EvalSettings. ValueError on names or values that are not allowed."""
 
     prepared: str
@@ -86,6 +87,7 @@ class CompareSettings:
     prompts: str = "builtin"
     only: list[str] | None = None
     train: list[str] = field(default_factory=list)
+    heldout: str | None = None
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     num_slots: int | None = None
     max_new_tokens: int = 128
@@ -184,9 +186,10 @@ def plan(chosen: CompareSettings, config: DictConfig, out: Path) -> list[Run]:
     """The runs, composed and checked before the first one starts. ValueError names runs whose settings changed."""
     budget = settings(Budget, chosen.budget, "budget")
     conversations = read_conversations(Path(chosen.prepared) / "conversations.jsonl")
+    heldout = [] if chosen.heldout is None else ["data@heldout=jsonl", f"heldout.path={chosen.heldout}"]
     runs = []
     for name in chosen.only or list(chosen.drafters):
-        composed = compose_train([*chosen.train, *chosen.drafters[name]])
+        composed = compose_train([*heldout, *chosen.train, *chosen.drafters[name]])
         composed.target, composed.prepared, composed.seed = config.target, chosen.prepared, chosen.seed
         composed.resume = "auto"
         composed.trainer.update({"max_steps": budget.steps or 0, "max_tokens": budget.tokens, "max_minutes": None})

@@ -122,6 +122,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     drafter = build_drafter(chosen, target, conversations, config.init)
     source = feature_source(batches, prepared, target, drafter, conversations)
     data = PackedData(source, batches, anchors=drafter.anchors_per_row)
+    if chosen.warm_start and config.init is None:
+        warm_start(drafter, target, data)
     steps = planned_steps(trainer_settings, data.plan, [one.answer_tokens for one in conversations])
     data.total = steps * trainer_settings.accumulate
     own_drafts = SelfForcing(target, forcing, lambda step: data.steps[step]) if forcing.share else None
@@ -161,7 +163,7 @@ def planned_steps(chosen: TrainerSettings, plan: Plan, answer_tokens: Sequence[i
 def build_drafter(
     chosen: DrafterSettings, target: Target, conversations: Sequence[Conversation], init: str | None = None
 ) -> Drafter:
-    """The drafter on the target's device, with its draft vocabulary from the training answers and its warm start.
+    """The drafter on the target's device, with its draft vocabulary from the training answers.
 
     init: a drafter folder to train on from, its draft vocabulary included, made with the same drafter.model.
     """
@@ -176,9 +178,6 @@ def build_drafter(
         )
     if known is not None:
         go_on_from(drafter, known, f"init {init}")
-    elif chosen.warm_start:
-        for line in drafter.warm_start(parts):
-            console.print(f"warm start: {line}", style="dim")
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     console.print(
         f"drafter: {trained / 1e6:.1f}M trained parameters, {drafter.num_slots} slots, layers {drafter.needs.layers}"
@@ -200,6 +199,13 @@ def draft_vocabulary(
     covered = f"{vocabulary.coverage(counts):.2%} of answers"
     Console().print(f"draft vocabulary: {len(vocabulary)} of {size} tokens, {covered}")
     return vocabulary
+
+
+def warm_start(drafter: Drafter, target: Target, data: PackedData) -> None:
+    """Begin from what the target is and from what the first batch shows; prints what was taken."""
+    taken = drafter.warm_start(target.parts) + drafter.warm_start_on(data.first.to(target.device))
+    for line in taken:
+        Console().print(f"warm start: {line}", style="dim")
 
 
 def go_on_from(drafter: Drafter, known: Drafter, where: str) -> None:

@@ -1,12 +1,14 @@
 """Block drafters: masks written out by hand, layers, mask token, and the two forms of block attention."""
 
+import re
+
 import pytest
 import torch
 
 from data.collate import draw_anchors
 from data.target import unused_token
 from drafters.attention import block_block_mask, dense_block, flex_block
-from drafters.block import View, spread_layers
+from drafters.block import BlockLayer, View, spread_layers
 from drafters.dflash import DFlash
 from drafters.layers import Rotary
 from tests import checks
@@ -122,3 +124,48 @@ def test_anchors_are_drawn_by_the_seed_and_only_where_allowed():
     assert torch.equal(draw_anchors(allowed, 99, 5), allowed)
     with pytest.raises(ValueError, match="at least 1"):
         draw_anchors(allowed, 0, 5)
+
+
+@pytest.mark.parametrize(("groups", "depth"), [(4, 2), (4, 1), (1, 3)])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
+@torch.no_grad()
+def test_the_warm_start_carries_the_newest_feature(name, groups, depth, target):
+    """The first layer's attention writes the feature right before the anchor into the block's first row; layers between
+    add nothing. One key-value head of 16 holds half of the 32 directions."""
+    drafter = checks.build(name, target, layer={"num_key_value_heads": groups, "head_dim": 16}, block={"depth": depth})
+    text = checks.random_text(target, 60, 1)
+    batch = checks.row_batch([[checks.sample(target, drafter, text, [0] * 5 + [1] * 55)]], 60)
+    batch.aux += 2.0  # the features of a random model have no mean, those of trained ones do
+    drafter.warm_start(target.parts)
+    kept, apart = (float(share) for share in re.findall(r"([\d.]+)%", drafter.warm_start_on(batch)[0]))
+    assert kept > (95 if groups == 4 else 50)
+    assert apart > 95
+    first, place = drafter.layers[0], batch.anchors
+    fused = drafter.fuse(batch.aux)
+    rows = drafter.rows(batch.tokens.gather(1, place), 4)
+    positions = batch.positions.gather(1, place)[..., None] + torch.arange(rows.shape[2])
+    view = View(drafter.rotary, batch.documents, place, positions.flatten(1), rows.shape[2])
+    context = first.self_attn.keys_values(fused, drafter.rotary, batch.positions)
+    written = BlockLayer.attend(first, first.input_layernorm(rows), view, context)[:, :, 0]
+    states = drafter.fc(batch.aux.flatten(-2))
+
+    def likeness(back: int) -> float:
+        wanted = states.gather(1, (place - back)[..., None].expand(-1, -1, 32))
+        return float(torch.nn.functional.cosine_similarity(written, wanted, dim=-1).mean())
+
+    assert likeness(1) > 0.8
+    assert likeness(1) > likeness(2) + 0.1
+    between = drafter.layers[1:-1]
+    assert all(not layer.self_attn.o_proj.weight.any() and not layer.mlp.down_proj.weight.any() for layer in between)
+    assert depth == 1 or not first.mlp.down_proj.weight.any()
+
+
+def test_too_few_features_carry_nothing(target):
+    drafter = checks.build("dflash", target)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    batch = checks.row_batch(
+        [[checks.sample(target, drafter, checks.random_text(target, 20, 1), [0] * 5 + [1] * 15)]], 20
+    )
+    line = drafter.warm_start_on(batch)
+    assert "do not tell 32 directions" in line[0]
+    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
