@@ -77,9 +77,9 @@ class Budget:
 @dataclass(frozen=True)
 class CompareSettings:
     """drafters: overrides of the training config by run name. only: names to run (None: all). train: overrides for all
-    runs. budget: see Budget. heldout: JSONL of prompts on which tau is measured while training (None: those that `train`
-    says, else the shipped ones). temperatures: of the decoding loop. harness: run that loop, or replay alone. The rest as
-    in eval.evaluate.EvalSettings. ValueError on names or values that are not allowed."""
+    runs. budget: see Budget. heldout: JSONL of prompts on which tau is measured while training (None: what `train`
+    says, else the shipped ones). temperatures: of the decoding loop. harness: run that loop, or replay alone. The
+    rest as in eval.evaluate.EvalSettings. ValueError on names or values that are not allowed."""
 
     prepared: str
     drafters: dict[str, list[str]]
