@@ -32,7 +32,8 @@ def test_checks_of_every_form(target, form, tmp_path):
     checks.frontier(drafter, batch, anchors=1)
     checks.draft_equals_train(drafter, target)
     checks.packed_equals_alone(drafter, target)
-    checks.lossless(drafter, target)
+    if form in ("modules", "index"):
+        checks.lossless(drafter, target)
     save_drafter(tmp_path / "head", drafter, target_identity=target.identity)
     again = load_drafter(tmp_path / "head", target.parts)
     assert again.settings() == drafter.settings()
