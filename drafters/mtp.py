@@ -104,6 +104,7 @@ class Mtp(MtpModule, Drafter):
         self.vocabulary = vocabulary or DraftVocabulary.full(target.config.vocab_size)
         self.size = kind.config.hidden_size
         self.key_shapes = probe(self.block, self.rotary, self.size)
+        self.follows_drafts = modules == 1  # module k walks the data's rows
         self.more = nn.ModuleList(MtpModule(kind, dense, self_state) for _ in range(modules - 1))
         self.indexer = None
         if shared["top"] is not None:

@@ -124,6 +124,11 @@ class SelfForcing:
     def roll(self, drafter: Drafter, batch: Batch) -> tuple[Tensor, Drafted]:
         """Draft through all answers of a batch: anchors [B, A] and what was drafted there."""
         texts, offsets = answers_of(batch)
+        if self.settings.rejected and not drafter.follows_drafts:
+            raise ValueError(
+                f"{type(drafter).__name__} does not read drafted tokens in every slot: self_forcing.rejected must be 0, "
+                f"got {self.settings.rejected}"
+            )
         training = drafter.training
         drafter.eval()
         rounds: list[Round] = []

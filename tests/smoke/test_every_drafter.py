@@ -12,6 +12,7 @@ from drafters.vocabulary import DraftVocabulary
 from tests import checks
 from tests.doubles import tiny_target
 from training.objectives import Objective, plain_terms, slot_terms
+from training.self_forcing import SelfForcing, SelfForcingSettings
 
 OBJECTIVE = Objective({"hard_ce": 1.0}, {"kind": "uniform"}, chunk=16)
 
@@ -36,6 +37,11 @@ def test_draft_equals_train(drafter, target):
 
 
 def test_own_tokens_are_read(drafter, target):
+    if not drafter.follows_drafts:
+        settings = SelfForcingSettings(share=1.0, rejected=1.0)
+        with pytest.raises(ValueError, match=r"self_forcing\.rejected must be 0"):
+            SelfForcing(target, settings, lambda step: None).roll(drafter, checks.train_batch(target, drafter))
+        return
     checks.own_tokens_are_read(drafter, target)
 
 
