@@ -256,8 +256,8 @@ class Drafter(nn.Module, ABC):
 
     slot_convention: whether slot 1 is read from the anchor's own input row ("anchor_first") or from a mask row at the
     position it predicts ("fill_in"). mask_token: the input token of mask rows, if there are any. anchors_per_row: how
-    many anchors training draws from each packed row (None: all). follows_drafts: whether `slots` reads a batch's drafted
-    tokens in every slot; where False, slots after a rejected draft cannot be trained.
+    many anchors training draws from each packed row (None: all). follows_drafts: whether `slots` reads a batch's
+    drafted tokens in every slot; where False, slots after a rejected draft cannot be trained.
     """
 
     num_slots: int

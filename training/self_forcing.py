@@ -126,8 +126,8 @@ class SelfForcing:
         texts, offsets = answers_of(batch)
         if self.settings.rejected and not drafter.follows_drafts:
             raise ValueError(
-                f"{type(drafter).__name__} does not read drafted tokens in every slot: self_forcing.rejected must be 0, "
-                f"got {self.settings.rejected}"
+                f"{type(drafter).__name__} does not read drafted tokens in every slot: self_forcing.rejected must be "
+                f"0, got {self.settings.rejected}"
             )
         training = drafter.training
         drafter.eval()
