@@ -51,6 +51,7 @@ def own_alpha(case: Case, drafter: Any, model: Any) -> list[float]:
         text = torch.tensor([prompt + expected(prompt)])
         aux, last = features_of(model, text, drafter.needs.layers)
         state, read, anchor = drafter.begin(1, text.shape[1] + 8), 0, len(prompt)
+        drafter.start(state, text[:, 0])
         while anchor + SLOTS < text.shape[1]:
             fresh = slice(read, anchor)
             following = text[:, read + 1 : anchor + 1]
