@@ -141,7 +141,8 @@ class Independent(WholeBuffers, Drafter):
 
     def logits(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:
         """hidden [N, D], the model's states -> [N, W], as its own head gives them; slots do not read prev_ids."""
-        weight, bias = self.head_weight, None if self.lm_head is None else self.lm_head.bias
+        weight = self.head_weight
+        bias: Tensor | None = None if self.lm_head is None else self.lm_head.bias
         if not self.vocabulary.is_full:
             ids = self.vocabulary.ids_on(weight.device)
             weight, bias = weight[ids], None if bias is None else bias[ids]
