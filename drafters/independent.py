@@ -75,7 +75,7 @@ class Independent(WholeBuffers, Drafter):
     answers already, more serve objectives that weigh whole chains. path: folder or hub name of a causal language model
     (safetensors, no remote code); its tokenizer must be the target's where it has one. config: with `model_type`, the
     whole config of a fresh model of that type; without, overrides of a small Llama that has the target's sizes and
-    `num_hidden_layers` 2. attention: transformers' attn_implementation.
+    `num_hidden_layers` 2. attention: attn_implementation, null for the one that transformers chooses.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Independent(WholeBuffers, Drafter):
         train_steps: int | None = 1,
         path: str | None = None,
         config: dict[str, Any] | None = None,
-        attention: str = "sdpa",
+        attention: str | None = None,
     ) -> None:
         super().__init__()
         if num_slots < 1:
@@ -254,7 +254,7 @@ class Independent(WholeBuffers, Drafter):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _fresh(given: dict[str, Any], target: TargetParts, attention: str) -> PreTrainedModel:
+def _fresh(given: dict[str, Any], target: TargetParts, attention: str | None) -> PreTrainedModel:
     """A random model: of the whole config, or a small Llama of the target's sizes with overrides."""
     values = dict(given)
     if "model_type" not in values:
@@ -268,7 +268,7 @@ def _fresh(given: dict[str, Any], target: TargetParts, attention: str) -> PreTra
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
 
 
-def _load(path: str, target: TargetParts, attention: str) -> PreTrainedModel:
+def _load(path: str, target: TargetParts, attention: str | None) -> PreTrainedModel:
     """A pretrained model in float32, whose vocabulary was found to be the target's."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     _same_size(config, path, target)
