@@ -239,7 +239,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def _selected(session: pytest.Session) -> list[str]:
     """Labels of the engine tests that this session runs: a start costs seconds, so no other is made."""
-    found = [item.callspec.params["label"] for item in session.items if item.get_closest_marker("engine")]
+    own = [item for item in session.items if item.path == Path(__file__)]
+    found = [item.callspec.params["label"] for item in own if item.get_closest_marker("engine")]
     return list(dict.fromkeys(found))
 
 
