@@ -6,7 +6,6 @@ acceptance, slot by slot, as our harness counts, which another recycled state do
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -187,12 +186,12 @@ def test_another_recycled_state_gives_another_acceptance() -> None:
     found = trained("eagle")
     drafter = found.drafter
     assert 1.3 < acceptance(found.answers, K).tau < K + 0.7, "neither blind nor perfect"
-    norm: Callable[[Tensor], Tensor] = tiny().parts.norm
-    drafter._recycle = norm  # type: ignore[attr-defined, method-assign]
+    norm = tiny().parts.norm
+    drafter._recycle = lambda output: norm(output)  # a module itself would hide behind the method
     try:
         assert by_slot(drafted(drafter, found.prompts)) != by_slot(found.answers)
     finally:
-        del drafter._recycle  # type: ignore[attr-defined]
+        del drafter._recycle
 
 
 # vLLM
