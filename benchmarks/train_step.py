@@ -45,10 +45,10 @@ def plain_loss(drafter: Eagle3, target: Target, batch: Batch) -> Tensor:
         tokens = batch.tokens.roll(-1 - k, 1)
         joined, residual = layer.join(hidden, drafter.embedding(tokens))
         positions = batch.positions + k
-        key, value = drafter.project(joined, positions)
+        key, value = layer.self_attn.keys_values(joined, drafter.rotary, positions)
         keys.append(key)
         values.append(value)
-        query = drafter.query(joined, positions)
+        query = layer.self_attn.query(joined, drafter.rotary, positions)
         group = query.shape[1] // key.shape[1]
         scores = query @ keys[0].repeat_interleave(group, 1).transpose(-1, -2) / query.shape[-1] ** 0.5
         scores = scores.masked_fill(~causal, torch.finfo(scores.dtype).min)

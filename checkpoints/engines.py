@@ -14,8 +14,10 @@ import torch
 
 from checkpoints.engine_block import DFLASH, DFLASH2, DOMINO, DSPARK
 from checkpoints.engine_eagle import EAGLE3, PEAGLE
+from checkpoints.engine_eagle1 import EAGLE1
 from checkpoints.engine_entry import Entry, Source
 from checkpoints.engine_medusa import MEDUSA
+from checkpoints.engine_model import MODEL
 from checkpoints.files import atomic, write_json, write_tensors
 from checkpoints.folder import CONFIG, TENSORS
 from checkpoints.layout_block import MASK_FILE
@@ -30,6 +32,8 @@ ARCHITECTURES: dict[str, dict[str, Entry]] = {
     "dspark": DSPARK,
     "domino": DOMINO,
     "dflash2": DFLASH2,
+    "eagle": EAGLE1,
+    "independent": MODEL,
 }
 ENGINES: dict[str, dict[str, Entry]] = {
     name: {architecture: table[name] for architecture, table in ARCHITECTURES.items() if name in table}

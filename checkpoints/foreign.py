@@ -1,5 +1,6 @@
 """Heads of other tools as our own drafters. Here EAGLE-3 (SpecForge, speculators, the EAGLE repository, ModelOpt,
-AngelSlim) and P-EAGLE (speculators, vLLM's plain folders); checkpoints/foreign_block.py has the block drafters.
+AngelSlim), EAGLE-1 and HASS (the EAGLE repository) and P-EAGLE (speculators, vLLM's plain folders);
+checkpoints/foreign_block.py has the block drafters.
 
 Key by key: every tensor and every setting that changes what the head computes is taken, checked or refused by name.
 """
@@ -10,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.files import read_json
 from checkpoints.folder import drafter_class
 from checkpoints.foreign_block import import_block
 from checkpoints.layout import (
     KNOWN,
     Convention,
     Head,
-    family_of,
     num_features,
     read_head,
     rope_of,
@@ -37,7 +36,7 @@ def import_head(
 ) -> tuple[Drafter, list[str]]:
     """A foreign head of any family that is read here, and one line for each thing that was decided. ValueError as the
     family's importer, and for a family without one."""
-    family = family_of(read_json(Path(folder) / "config.json"))
+    family = read_head(folder).family
     if family == "eagle3":
         return import_eagle3(folder, target, num_slots=num_slots, layer_convention=layer_convention)
     if layer_convention is not None:
@@ -46,7 +45,11 @@ def import_head(
         return import_block(folder, target, num_slots=num_slots)
     if family == "peagle":
         return import_peagle(folder, target, num_slots=num_slots)
-    raise ValueError(f"{folder} is a {family} head; import reads EAGLE-3, P-EAGLE and block drafters")
+    if family == "eagle1":
+        return import_eagle1(folder, target, num_slots=num_slots)
+    if family == "model":
+        raise ValueError(f"{folder} is an ordinary model: use it as drafter=independent drafter.model.path={folder}")
+    raise ValueError(f"{folder} is a {family} head; import reads EAGLE, P-EAGLE and block drafters")
 
 
 def import_eagle3(
@@ -121,6 +124,45 @@ def import_peagle(folder: Path, target: TargetParts, *, num_slots: int | None = 
     return drafter, [f"layout: {head.layout}, P-EAGLE", f"target layers {layers} ({place})", f"{slots} slots", *notes]
 
 
+def import_eagle1(folder: Path, target: TargetParts, *, num_slots: int | None = None) -> tuple[Drafter, list[str]]:
+    """A foreign EAGLE-1 (EAGLE-2, HASS) head as our drafter on `target`, and one line for each thing that was decided.
+
+    num_slots: tokens to draft, None for 5. ValueError names every tensor left over or missing, every setting that our
+    EAGLE-1 does not have, a target of other sizes, and an embedding or a head that is not the target's.
+    """
+    head = read_head(folder)
+    reasons = [f"{key} is on" for key in ("attention_bias", "mlp_bias", "use_sliding_window") if head.setting(key)]
+    if head.body.get("model_type", "llama") != "llama":
+        reasons.append(f"the layer is of type {head.body['model_type']!r}, not llama")
+    reasons += _other_sizes(head, target)
+    if reasons:
+        raise ValueError(f"cannot import {head.folder}: " + "; ".join(reasons))
+    tensors, notes = _own_tensors(head, target, None)
+    for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:
+        del tensors[name]  # older files carry what rope gives
+    lm_head = tensors.pop("lm_head.weight", None)
+    if lm_head is not None:
+        _same_as_the_targets(head, "a head", lm_head, target.head)
+        notes.append("lm_head: equal to the target's, shared")
+    slots, bias = num_slots or 5, "fc.bias" in tensors
+    drafter = drafter_class("eagle")(
+        target,
+        num_slots=slots,
+        train_steps=1,
+        depth=head.body.get("num_hidden_layers", 1),
+        bias=bias,
+        layer=_layer(head),
+    )
+    _load(head, drafter, tensors)
+    return drafter, ["layout: plain, EAGLE-1", f"{slots} slots", f"fc {'has a' if bias else 'without'} bias", *notes]
+
+
+def _same_as_the_targets(head: Head, what: str, found: Tensor, wanted: Tensor) -> None:
+    shared = wanted.detach().to("cpu", torch.float32)
+    if found.shape != shared.shape or not torch.allclose(found.float(), shared, rtol=1e-2, atol=1e-4):
+        raise ValueError(f"{head.folder} has {what} of its own that is not the target's")
+
+
 def _refuse(head: Head, target: TargetParts) -> None:
     """What our EAGLE-3 has no place for, all at once."""
     reasons = [f"{key} is on" for key in MUST_BE_OFF if head.setting(key)]
@@ -187,9 +229,7 @@ def _own_tensors(
         raise ValueError(f"{head.folder}: d2t and t2d name different tokens")
     embedding = tensors.pop("embed_tokens.weight", None)
     if embedding is not None:
-        shared = target.embedding.detach().to("cpu", torch.float32)
-        if embedding.shape != shared.shape or not torch.allclose(embedding.float(), shared, rtol=1e-2, atol=1e-4):
-            raise ValueError(f"{head.folder} has an embedding of its own that is not the target's")
+        _same_as_the_targets(head, "an embedding", embedding, target.embedding)
         notes.append("embed_tokens: equal to the target's, shared")
     tied = bool(head.body.get("tie_word_embeddings")) and "lm_head.weight" not in tensors
     if tied and embedding is None and not target.config.tie_word_embeddings:

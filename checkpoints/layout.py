@@ -6,6 +6,7 @@ Used by the importers and by the linters, so both see a foreign file in the same
 
 import pickle
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import Tensor
 from checkpoints.files import read_json, read_tensors
 
 Convention = Literal["outputs", "blocks_applied"]
-Family = Literal["eagle3", "block", "peagle", "medusa"]
+Family = Literal["eagle3", "block", "peagle", "medusa", "eagle1", "model"]
 CONVENTIONS = ("outputs", "blocks_applied")
 
 # Names of the plain layout, after `midlayer.` / `layers.0.` and a leading `model.` are made one.
@@ -78,10 +79,11 @@ def read_head(folder: Path) -> Head:
         raise ValueError(
             f"{folder / 'config.json'}: transformer_layer_config must be a dictionary, got {type(body).__name__}"
         )
-    family = family_of(config)
     tensors: dict[str, Tensor] = {}
     written: dict[str, str] = {}
-    for name, tensor in _tensors(folder).items():
+    found = _tensors(folder)
+    family = family_of(config, found)
+    for name, tensor in found.items():
         unified = unify(name, family)
         if unified in tensors:
             raise ValueError(f"{folder}: two tensors are both {unified!r} (one of them is written {name!r})")
@@ -89,8 +91,9 @@ def read_head(folder: Path) -> Head:
     return Head(folder, "speculators" if speculators else "plain", config, body, tensors, family, written)
 
 
-def family_of(config: dict[str, Any]) -> Family:
-    """Which family of drafters a config.json describes, by its own words; EAGLE-3 when it says nothing else."""
+def family_of(config: dict[str, Any], tensors: Collection[str] = ()) -> Family:
+    """Which family of drafters a folder holds: by the words of its config.json, and where those are a plain Llama's by
+    the names of its tensors; EAGLE-3 when nothing says otherwise."""
     kind = config.get("speculators_model_type")
     names = " ".join(map(str, [*(config.get("architectures") or []), config.get("model_type")])).lower()
     if kind in BLOCK_KINDS or "dflash_config" in config or any(word in names for word in BLOCK_WORDS):
@@ -99,19 +102,35 @@ def family_of(config: dict[str, Any]) -> Family:
         return "medusa"
     # A plain P-EAGLE folder has EAGLE-3's architecture (vLLM renames any other) and a mask token.
     masked = config.get("mask_token_id") is not None or config.get("pard_token") is not None
-    return "peagle" if kind == "peagle" or "peagle" in names or masked else "eagle3"
+    if kind == "peagle" or "peagle" in names or masked:
+        return "peagle"
+    if tensors and kind is None and "eagle3" not in names:
+        return _plain_family(names, tensors)
+    return "eagle3"
+
+
+def _plain_family(names: str, tensors: Collection[str]) -> Family:
+    """EAGLE-1 and EAGLE-3 heads, and whole models, all come as LlamaForCausalLM. EAGLE-3 alone norms the hidden state;
+    a whole model has no fc."""
+    three = any("hidden_norm." in name or name.startswith(("midlayer", "d2t")) for name in tensors)
+    if three:
+        return "eagle3"
+    fused = any(name.removeprefix("model.").startswith("fc.") for name in tensors)
+    return "eagle1" if fused or "eagle" in names else "model"
 
 
 def unify(name: str, family: Family = "eagle3") -> str:
     """One spelling for a tensor's name: no leading `model.`; for EAGLE-3 the first layer `midlayer.` and SGLang's
     aux_norm_* as fc_norm.*; for block drafters TorchSpec's, transformers' and ModelOpt's names as z-lab's."""
+    if family == "model":
+        return name
     name = name.removeprefix("model.")
     if family == "block":
         name = re.sub(r"^midlayer\.", "layers.0.", name)
         for found, wanted in BLOCK_NAMES.items():
             name = re.sub(rf"^{re.escape(found)}\.", f"{wanted}.", name)
         return {"draft_id_to_target_id": "d2t"}.get(name, name)
-    if family == "medusa":
+    if family in ("medusa", "eagle1"):
         return name
     if family == "peagle":
         return re.sub(r"^(midlayer|midlayers\.0)\.", "layers.0.", name)

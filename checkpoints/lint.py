@@ -15,7 +15,7 @@ from checkpoints.engines import ENGINES
 from checkpoints.layout import KNOWN, Head, num_features, read_head, stated_layers, target_vocabulary
 from checkpoints.lint_block import lint_block
 from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
-from checkpoints.lint_heads import lint_medusa, lint_peagle
+from checkpoints.lint_heads import lint_eagle1, lint_medusa, lint_model, lint_peagle
 from drafters.contract import default_layers
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -40,6 +40,10 @@ def lint(folder: Path, engine: str, target: PretrainedConfig | None = None) -> l
         found = lint_medusa(head, engine, target)
     elif head.family == "peagle":
         found = lint_peagle(head, engine, target)
+    elif head.family == "eagle1":
+        found = lint_eagle1(head, engine, target)
+    elif head.family == "model":
+        found = lint_model(head, engine, target)
     elif engine == "transformers":
         found = [Finding("refused", "transformers runs block drafters alone")]
     else:

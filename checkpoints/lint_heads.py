@@ -1,9 +1,11 @@
-"""What vLLM would refuse, or silently get wrong, in a P-EAGLE or a Medusa folder. No other engine runs either."""
+"""What engines would refuse, or silently get wrong, in a P-EAGLE, Medusa or EAGLE-1 folder, or in that of an ordinary
+model."""
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from checkpoints.engine_model import name_of, skeleton
 from checkpoints.layout import Head, target_vocabulary
-from checkpoints.lint_common import Finding, dtypes, positions, rope_spelling, vocabulary_map
+from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -25,6 +27,24 @@ def _against(head: Head, wanted: Shapes, optional: set[str]) -> list[Finding]:
 def _sizes(head: Head, keys: tuple[str, ...]) -> list[Finding]:
     missing = [key for key in keys if not isinstance(head.body.get(key), int)]
     return [Finding("refused", f"config.json lacks {', '.join(missing)}")] if missing else []
+
+
+def _layer_shapes(head: Head, reads: int) -> Shapes:
+    """A Llama layer whose attention reads inputs `reads` wide."""
+    body = head.body
+    size, inner, heads = body["hidden_size"], body["intermediate_size"], body["num_attention_heads"]
+    width, groups = body.get("head_dim") or size // heads, body.get("num_key_value_heads") or heads
+    return {
+        "input_layernorm.weight": (size,),
+        "post_attention_layernorm.weight": (size,),
+        "self_attn.q_proj.weight": (heads * width, reads),
+        "self_attn.k_proj.weight": (groups * width, reads),
+        "self_attn.v_proj.weight": (groups * width, reads),
+        "self_attn.o_proj.weight": (size, heads * width),
+        "mlp.gate_proj.weight": (inner, size),
+        "mlp.up_proj.weight": (inner, size),
+        "mlp.down_proj.weight": (size, inner),
+    }
 
 
 # P-EAGLE
@@ -49,24 +69,11 @@ def lint_peagle(head: Head, engine: str, target: PretrainedConfig | None) -> lis
 
 
 def _peagle_shapes(head: Head) -> Shapes:
-    body = head.body
-    size, inner, heads = body["hidden_size"], body["intermediate_size"], body["num_attention_heads"]
-    width, groups = body.get("head_dim") or size // heads, body.get("num_key_value_heads") or heads
+    size = head.body["hidden_size"]
     wide = size * _features(head)
     shapes: Shapes = {"fc.weight": (size, wide), "mask_hidden": (1, wide), "norm.weight": (size,)}
-    for i in range(body["num_hidden_layers"]):
-        reads = size if i else 2 * size
-        layer: Shapes = {
-            "input_layernorm.weight": (size,),
-            "post_attention_layernorm.weight": (size,),
-            "self_attn.q_proj.weight": (heads * width, reads),
-            "self_attn.k_proj.weight": (groups * width, reads),
-            "self_attn.v_proj.weight": (groups * width, reads),
-            "self_attn.o_proj.weight": (size, heads * width),
-            "mlp.gate_proj.weight": (inner, size),
-            "mlp.up_proj.weight": (inner, size),
-            "mlp.down_proj.weight": (size, inner),
-        }
+    for i in range(head.body["num_hidden_layers"]):
+        layer = _layer_shapes(head, size if i else 2 * size)
         if i == 0:
             layer["hidden_norm.weight"] = (size,)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -137,3 +144,75 @@ def lint_medusa(head: Head, engine: str, target: PretrainedConfig | None) -> lis
         own = (target.hidden_size, target.vocab_size)
         found.append(Finding("refused", f"hidden_size and vocab_size are {(size, count)}, the target's {own}"))
     return found + dtypes(head)
+
+
+# EAGLE-1, and HASS: two engines, two class names, and a bias that one drops and the other always has
+# ----------------------------------------------------------------------------------------------------------------------
+
+EAGLE1_CLASSES = {"vllm": ("EagleLlamaForCausalLM", "LlamaForCausalLM"), "sglang": ("LlamaForCausalLMEagle",)}
+
+
+def lint_eagle1(head: Head, engine: str, target: PretrainedConfig | None) -> list[Finding]:
+    """Findings in an EAGLE-1 folder for one engine."""
+    if engine not in EAGLE1_CLASSES or head.layout != "plain":
+        return [Finding("refused", f"EAGLE-1 is served from plain folders by {' and '.join(EAGLE1_CLASSES)} alone")]
+    if found := _sizes(head, ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")):
+        return found
+    architectures = head.config.get("architectures") or []
+    if not set(architectures) & set(EAGLE1_CLASSES[engine]):
+        text = f"architectures {architectures}; {engine} loads {', '.join(EAGLE1_CLASSES[engine])}"
+        found.append(Finding("refused", text))
+    for finding in _against(head, _eagle1_shapes(head), {"embed_tokens.weight", "fc.bias"}):
+        unknown = "is no parameter" in finding.text
+        if unknown and engine == "sglang":
+            level: Level = "note" if "lm_head" in finding.text else "wrong"
+            found.append(Finding(level, f"{finding.text}: skipped without a word"))
+        else:
+            found.append(finding)
+    bias = head.tensors.get("fc.bias")
+    if engine == "vllm" and bias is not None and bool(bias.any()):
+        found.append(Finding("wrong", "fc.bias is dropped without a word"))
+    if engine == "sglang" and bias is None:
+        found.append(Finding("wrong", "fc.bias is missing: the engine has one, which stays at its random start"))
+    if (head.config.get("draft_vocab_size") or target_vocabulary(head)) != target_vocabulary(head):
+        found.append(Finding("refused", "draft_vocab_size is reduced; EAGLE-1 drafts with the target's whole head"))
+    if target is not None and (head.body["hidden_size"], target_vocabulary(head)) != (
+        target.hidden_size,
+        target.vocab_size,
+    ):
+        found.append(Finding("refused", f"sizes are not the target's {target.hidden_size} and {target.vocab_size}"))
+    return found + rope_spelling(head) + positions(head, target) + dtypes(head)
+
+
+def _eagle1_shapes(head: Head) -> Shapes:
+    shapes: Shapes = {"fc.weight": (head.body["hidden_size"], 2 * head.body["hidden_size"])}
+    for i in range(head.body["num_hidden_layers"]):
+        layer = _layer_shapes(head, head.body["hidden_size"])
+        if i == 0:
+            del layer["input_layernorm.weight"]
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+# Ordinary models
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def lint_model(head: Head, engine: str, target: PretrainedConfig | None) -> list[Finding]:
+    """Findings in an ordinary model's folder that is to draft for one engine."""
+    if engine == "vllm_speculators":
+        return [Finding("refused", "an ordinary model has no speculators layout")]
+    values = {key: value for key, value in head.config.items() if key not in ("architectures", "model_type")}
+    try:
+        config = AutoConfig.for_model(str(head.config.get("model_type")), **values)
+        model = skeleton(config)
+    except ValueError as error:
+        return [Finding("refused", f"transformers builds no model of this config: {error}")]
+    shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    own_head = f"{name_of(model, model.get_output_embeddings())}.weight"
+    tied = {own_head} if config.tie_word_embeddings else set()
+    found = _against(head, {name: shape for name, shape in shapes.items() if name not in tied}, tied)
+    if target is not None and config.vocab_size != target.vocab_size:
+        text = f"its vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
+        found.append(Finding("refused", text))
+    return found + positions(head, target) + dtypes(head)

@@ -1,7 +1,6 @@
 """Fingerprints that say which target made a file: weights, tokenizer, chat template."""
 
 import hashlib
-import json
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.files import fingerprint
 from data.structure import whole_parameters
+from drafters.vocabulary import tokenizer_fingerprint
 
 SAMPLES = 4096
 CHUNK = 1 << 24
@@ -55,17 +55,6 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {bits}".encode())
         digest.update(samples.numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits over what turns text into ids; padding and truncation, which change with use, are left out."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return fingerprint([sorted(tokenizer.get_vocab().items()), str(tokenizer.special_tokens_map)])
-    state = json.loads(backend.to_str())
-    state.pop("padding", None)
-    state.pop("truncation", None)
-    return fingerprint(state)
 
 
 def _bits(values: Tensor) -> Tensor:

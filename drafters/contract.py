@@ -298,6 +298,10 @@ class Drafter(nn.Module, ABC):
     def begin(self, requests: int, capacity: int) -> Any:
         """An empty drafting state for R requests of at most `capacity` positions each (prompt + answer)."""
 
+    def start(self, state: Any, first_ids: Tensor) -> None:  # noqa: B027
+        """Read each request's first token, first_ids [R], the one that no next_ids shows. Called once, right after
+        `begin`. Only drafters that read whole texts do anything with it."""
+
     @abstractmethod
     def observe(self, state: Any, next_ids: Tensor, aux: Tensor, last: Tensor, lengths: Tensor) -> None:
         """Read newly verified positions.

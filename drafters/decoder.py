@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from drafters.contract import TargetParts
-from drafters.layers import Rotary, plain_norm_weight
+from drafters.contract import Needs, TargetParts, check_layers, default_layers
+from drafters.layers import Rotary, SharedHead, plain_norm_weight
 from drafters.vocabulary import DraftVocabulary
 
 
@@ -109,6 +109,21 @@ def key_shape(config: LlamaConfig) -> tuple[int, int]:
     return config.num_key_value_heads, config.head_dim
 
 
+def captured(target: TargetParts, layers: list[int] | None) -> Needs:
+    """The captured layers as given, or the default three. ValueError as check_layers and default_layers."""
+    depth = target.config.num_hidden_layers
+    return Needs(check_layers(tuple(layers), depth) if layers else default_layers(depth))
+
+
+def draft_head(kind: str, target: TargetParts, vocabulary: DraftVocabulary) -> nn.Module:
+    """kind "own": a head [W, D] to train; "target": the target's frozen rows. ValueError otherwise."""
+    if kind not in ("own", "target"):
+        raise ValueError(f'head must be "own" or "target", got {kind!r}')
+    if kind == "own":
+        return nn.Linear(target.config.hidden_size, len(vocabulary), bias=False)
+    return SharedHead(target, vocabulary.ids.to(target.head.device))
+
+
 @torch.no_grad()
 def take_norm(norm: LlamaRMSNorm, target: TargetParts) -> float | None:
     """Give a drafter's final norm the target's weight.
@@ -146,7 +161,7 @@ def take_block(layer: PlainLayer, block: dict[str, Tensor], norm_shift: float) -
     if "pre_feedforward_layernorm.weight" in block:  # Gemma 2 and later norm the MLP's input under this name
         source_of["post_attention_layernorm.weight"] = "pre_feedforward_layernorm.weight"
     changed = any(name.startswith("self_attn.q_norm") or name == "self_attn.q_proj.bias" for name in block)
-    size, taken = len(layer.input_layernorm.weight), []
+    size, taken = len(layer.post_attention_layernorm.weight), []
     for name, parameter in layer.named_parameters():
         source, part = block.get(source_of.get(name, name)), name.split(".")[-2]
         wide = isinstance(layer, FusedLayer) and part in ("q_proj", "k_proj", "v_proj")

@@ -28,20 +28,19 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from drafters.attention import dense_chain, flex_chain
 from drafters.chains import fewer, narrow, pick, spread, visible_rows
-from drafters.contract import (
-    Batch,
-    Drafter,
-    Needs,
-    Proposal,
-    SlotBatch,
-    TargetParts,
-    check_layers,
-    default_layers,
-    grid,
+from drafters.contract import Batch, Drafter, Proposal, SlotBatch, TargetParts, grid
+from drafters.decoder import (
+    FusedLayer,
+    PlainLayer,
+    captured,
+    draft_head,
+    key_shape,
+    take_block,
+    take_head,
+    take_norm,
 )
-from drafters.decoder import FusedLayer, PlainLayer, key_shape, take_block, take_head, take_norm
 from drafters.drafting import choose, take_rows, write_at
-from drafters.layers import Rotary, SharedEmbedding, SharedHead, complete, layer_config, layer_settings
+from drafters.layers import Rotary, SharedEmbedding, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -191,11 +190,8 @@ class PEagle(Drafter):
         super().__init__()
         if num_slots < 2 or depth < 1:
             raise ValueError(f"num_slots must be at least 2 and depth at least 1, got {num_slots} and {depth}")
-        if head not in ("own", "target"):
-            raise ValueError(f'head must be "own" or "target", got {head!r}')
-        target_depth = target.config.num_hidden_layers
         self.num_slots, self.head = num_slots, head
-        self.needs = Needs(check_layers(tuple(layers), target_depth) if layers else default_layers(target_depth))
+        self.needs = captured(target, layers)
         self.vocabulary = vocabulary or DraftVocabulary.full(target.config.vocab_size)
         self.mask_rows = _mask_rows(mask_rows or {}, target)
         self.mask_token = self.mask_rows["token"]
@@ -206,11 +202,7 @@ class PEagle(Drafter):
         self.mask_hidden = nn.Parameter(0.1 * torch.randn(1, wide))
         self.layers = nn.ModuleList([FusedLayer(config), *(PlainLayer(config) for _ in range(depth - 1))])
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.lm_head: nn.Module = (
-            nn.Linear(size, len(self.vocabulary), bias=False)
-            if head == "own"
-            else SharedHead(target, self.vocabulary.ids.to(target.head.device))
-        )
+        self.lm_head = draft_head(head, target, self.vocabulary)
         self.embedding = SharedEmbedding(target)
         self.rotary = Rotary(config)
 

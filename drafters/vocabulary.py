@@ -4,11 +4,14 @@
 """
 
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -97,3 +100,14 @@ def coverage_curve(counts: Tensor, sizes: list[int]) -> list[tuple[int, float]]:
     cumulative = torch.sort(counts, descending=True).values.cumsum(0)
     total = max(int(cumulative[-1]), 1)
     return [(size, float(cumulative[min(size, len(counts)) - 1]) / total) for size in sizes if size >= 1]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits over what turns text into ids; padding and truncation, which change with use, are left out."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state: Any = [sorted(tokenizer.get_vocab().items()), str(tokenizer.special_tokens_map)]
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("padding", None)
+        state.pop("truncation", None)
+    return hashlib.sha256(json.dumps(state, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]

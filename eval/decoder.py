@@ -176,6 +176,7 @@ class _Group:
             if self.drafter is not None and not all(map(self._ended, results)):
                 capacity = max(map(len, prompts)) + self.settings.max_new_tokens + self.num_slots + 1
                 self.state = self.drafter.begin(len(prompts), capacity)
+                self.drafter.start(self.state, torch.tensor([prompt[0] for prompt in prompts], device=self.like.device))
                 self._observe_prompts(prompts, features, mask)
         del features
         with self.timed("rest"):

@@ -125,6 +125,7 @@ def rounds_of(
     parameter = next(drafter.parameters(), None)
     like = batch[0].last if parameter is None else parameter
     state = drafter.begin(len(batch), longest + num_slots)
+    drafter.start(state, torch.stack([one.tokens[0] for one in batch]).to(like.device))
     seeds = torch.arange(len(batch), device=like.device) + seed
     read, anchor = [0] * len(batch), [one.prompt for one in batch]
     while any(anchor[r] < len(one.tokens) - 1 for r, one in enumerate(batch)):

@@ -46,6 +46,8 @@ def build(
     plain = cast(dict[str, Any], OmegaConf.to_container(config.drafter.model))
     reads = {"layers": [0, 2, 3]} if "layers" in plain else {}
     plain |= {"num_slots": num_slots} | reads
+    if "train_steps" in plain:  # check 5 scores all slots, so all are trained
+        plain["train_steps"] = num_slots
     if isinstance(plain.get("head"), dict):  # heads as small as the tiny target
         plain["head"] |= {name: min(plain["head"][name], 16) for name in ("state", "rank") if name in plain["head"]}
     plain |= model
@@ -106,6 +108,7 @@ def draft_equals_train(drafter: Drafter, target: Target, prompt: int = 9) -> Non
     text = random_text(target, prompt + 1, seed=3)
     known = sample(target, drafter, text, [0] * prompt + [1])
     state = drafter.begin(1, 64)
+    drafter.start(state, torch.tensor(text[:1]))
     # Two calls, so that a state that does not continue where it stopped is seen.
     for start, stop in ((0, 4), (4, prompt)):
         count = torch.tensor([stop - start])
@@ -141,6 +144,7 @@ def own_tokens_are_read(drafter: Drafter, target: Target, prompt: int = 9) -> No
     known = sample(target, drafter, text, [0] * prompt + [1] * (1 + drafter.num_slots))
     batch = row_batch([[known]], len(text))
     state, count = drafter.begin(1, 64), torch.tensor([prompt])
+    drafter.start(state, batch.tokens[:, 0])
     drafter.observe(state, batch.tokens[:, 1 : prompt + 1], known.aux[None, :prompt], known.last[None, :prompt], count)
     proposal = drafter.propose(state, drafter.num_slots, Sampling(temperature=1.0), torch.tensor([5]))
     assert proposal.tokens[0].tolist() != text[prompt + 1 :], "the drafts are the text: this shows nothing"

@@ -73,7 +73,7 @@ class Scored:
 
 
 def soft_ce(s: Scored) -> Tensor:
-    """-sum p_hat log q. [n]. EAGLE-3's loss."""
+    """-sum p_hat log q. [n]. The loss of arXiv 2503.01840."""
     return -(s.p_hat * s.logq).sum(-1)
 
 
@@ -130,8 +130,8 @@ def lk_lambda(s: Scored, eta: float = 3.0) -> Tensor:
 
 
 def smooth_l1(s: Scored) -> Tensor:
-    """Smooth-L1 between the drafter's head input and the target's last hidden state, mean over D (EAGLE, section 3).
-    [n]."""
+    """Smooth-L1 between the drafter's head input and the target's last hidden state, mean over D (arXiv
+    2401.15077, section 3). [n]."""
     return torch.nn.functional.smooth_l1_loss(s.hidden.float(), s.last.float(), reduction="none").mean(-1)
 
 

@@ -51,6 +51,7 @@ def own_alpha(case: Case, drafter: Any, model: Any) -> list[float]:
         text = torch.tensor([prompt + expected(prompt)])
         aux, last = features_of(model, text, drafter.needs.layers)
         state, read, anchor = drafter.begin(1, text.shape[1] + 8), 0, len(prompt)
+        drafter.start(state, text[:, 0])
         while anchor + SLOTS < text.shape[1]:
             fresh = slice(read, anchor)
             following = text[:, read + 1 : anchor + 1]
@@ -238,7 +239,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def _selected(session: pytest.Session) -> list[str]:
     """Labels of the engine tests that this session runs: a start costs seconds, so no other is made."""
-    found = [item.callspec.params["label"] for item in session.items if item.get_closest_marker("engine")]
+    own = [item for item in session.items if item.path == Path(__file__)]
+    found = [item.callspec.params["label"] for item in own if item.get_closest_marker("engine")]
     return list(dict.fromkeys(found))
 
 

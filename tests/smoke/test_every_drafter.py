@@ -73,6 +73,7 @@ def test_reduced_vocabulary_drafts_only_inside_it(name, target):
     checks.draft_equals_train(narrow, target)
     checks.lossless(narrow, target)
     state = narrow.begin(2, 16)
+    narrow.start(state, torch.tensor([5, 6]))
     count, last = torch.tensor([3, 1]), torch.randn(2, 3, 32)
     aux = torch.randn(2, 3, len(narrow.needs.layers), 32)
     narrow.observe(state, torch.randint(4, 60, (2, 3)), aux, last, count)
