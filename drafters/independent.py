@@ -78,6 +78,8 @@ class Independent(WholeBuffers, Drafter):
     `num_hidden_layers` 2. attention: attn_implementation, null for the one that transformers chooses.
     """
 
+    follows_drafts = False  # slots are gathered from one pass over the data's tokens
+
     def __init__(
         self,
         target: TargetParts,
