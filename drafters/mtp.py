@@ -90,22 +90,22 @@ class Mtp(MtpModule, Drafter):
         sharing: dict[str, Any] | None = None,
         **state: Any,
     ) -> None:
-        self_state = complete("model", STATE, state)
+        served = complete("model", STATE, state)
         settings, shared = complete("block", BLOCK, block), complete("sharing", SHARING, sharing)
         steps = num_slots if train_steps is None else train_steps
-        _check(num_slots, modules, steps, self_state | settings | shared)
+        _check(num_slots, modules, steps, served | settings | shared)
         kind = layer_kind(target.config, settings["kind"], eager=shared["top"] is not None)
         dense = settings["mlp"] == "dense"
-        super().__init__(kind, dense, self_state)
+        super().__init__(kind, dense, served)
         self.block_settings, self.sharing = settings, shared
         self.num_slots, self.train_steps, self.layer_config = num_slots, steps, kind.config
         last = target.config.num_hidden_layers - 1
-        self.needs = Needs((), True) if self_state["reads"] == "post_norm" else Needs((last,))
+        self.needs = Needs((), True) if served["reads"] == "post_norm" else Needs((last,))
         self.vocabulary = vocabulary or DraftVocabulary.full(target.config.vocab_size)
         self.size = kind.config.hidden_size
         self.key_shapes = probe(self.block, self.rotary, self.size)
         self.follows_drafts = modules == 1  # module k walks the data's rows
-        self.more = nn.ModuleList(MtpModule(kind, dense, self_state) for _ in range(modules - 1))
+        self.more = nn.ModuleList(MtpModule(kind, dense, served) for _ in range(modules - 1))
         self.indexer = None
         if shared["top"] is not None:
             self.indexer = Indexer(self.size, shared["index_heads"], shared["index_width"])
