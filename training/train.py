@@ -40,6 +40,7 @@ from training.keeper import AtomicCheckpoints, Keeper, resume_point
 from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
+from training.progressive import Stage, begin
 
 GROUPS = (
     *("target", "prepared", "heldout", "drafter", "objective", "optimizer", "batch", "acceptance", "trainer"),
@@ -51,12 +52,14 @@ GROUPS = (
 class DrafterSettings:
     """model: `_target_` and plain arguments of the class. vocabulary: size of the draft vocabulary, built from the
     training answers (null: the whole target vocabulary). warm_start: initialise from the target. objective:
-    the paper's objective, read through objective=own."""
+    the paper's objective, read through objective=own. stage: training.progressive.Stage, for a drafter that learns from
+    one of half as many slots (null: none)."""
 
     model: dict[str, Any]
     vocabulary: int | None = None
     warm_start: bool = True
     objective: dict[str, Any] | None = None
+    stage: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,9 @@ def build_drafter(chosen: DrafterSettings, target: Target, conversations: Sequen
     if chosen.warm_start:
         for line in drafter.warm_start(parts):
             console.print(f"warm start: {line}", style="dim")
+    if chosen.stage is not None:
+        for line in begin(drafter, settings(Stage, chosen.stage, "drafter.stage"), target):
+            console.print(f"stage: {line}", style="dim")
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     console.print(
         f"drafter: {trained / 1e6:.1f}M trained parameters, {drafter.num_slots} slots, layers {drafter.needs.layers}"
