@@ -173,6 +173,7 @@ def evaluate(
         seconds=seconds,
         example=_example(target, done[0]),
         calibration=_calibration(done),
+        noise_identical=_noise_identical(done, decoding),
         settings=asdict(settings)
         | {"num_slots": decoding.num_slots, "dtype": str(target.dtype).removeprefix("torch.")}
         | {"verification": decoding.verification},
@@ -319,6 +320,14 @@ def _differences(target: Target, done: list[_Answers]) -> list[Difference]:
             target, one.ids, one.rendered, [g.tokens for g in one.plain or []], [g.tokens for g in one.drafted]
         )
     ]
+
+
+def _noise_identical(done: list[_Answers], decoding: DecodeSettings) -> float | None:
+    """Share of answers equal to the baseline's, which draws from the same noises in token-id order."""
+    if decoding.sampling.greedy or decoding.verification != "same_noise":
+        return None
+    pairs = [pair for one in done if one.plain for pair in zip(one.drafted, one.plain, strict=True)]
+    return sum(a.tokens == b.tokens for a, b in pairs) / len(pairs) if pairs else None
 
 
 def _whole(done: list[_Answers], num_slots: int) -> Part:

@@ -88,8 +88,8 @@ def test_evaluation_names_the_verification(prepared: Path, stages: Path) -> None
     target = Target.load(str(prepared / "target"), dtype="float32")
     drafter = load_drafter(stages / "window-4" / "drafter", target.parts)
     prompts = [Prompt("a", "d", [{"role": "user", "content": "give"}])]
-    chosen = EvalSettings(max_new_tokens=8, temperature=1.0, baseline=False)
-    report = evaluate(target, drafter, prompts, chosen).as_dict()
+    report = evaluate(target, drafter, prompts, EvalSettings(max_new_tokens=8, temperature=1.0)).as_dict()
+    assert report["noise_identical"] == 1.0
     assert report["settings"]["verification"] == "same_noise"
     assert len(report["alpha"]) == 4
     assert report["calibration"] is not None
