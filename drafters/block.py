@@ -309,6 +309,10 @@ class BlockDrafter(Drafter):
                 taken.append(f"layers.{name} <- target's last block")
         return taken
 
+    def sample_rows(self, anchors: Tensor) -> Tensor:
+        """Input rows [B, A, S, D] that a warm start may expect of anchor tokens [B, A]."""
+        return self.rows(anchors, self.num_slots)
+
     def _more_heads(self, source: Tensor, rows: int) -> Tensor:
         """Key or value heads repeated up to `rows`, where that is a multiple."""
         if len(source) == 0 or rows % len(source):
@@ -329,7 +333,7 @@ class BlockDrafter(Drafter):
         if len(features) < size or not len(anchors):
             return [f"no feature is carried: {len(features)} features of a batch do not tell {size} directions"]
         first.input_layernorm.weight.fill_(1.0)
-        rows = first.input_layernorm(self.rows(anchors[None], self.num_slots)).flatten(0, 2)
+        rows = first.input_layernorm(self.sample_rows(anchors[None])).flatten(0, 2)
         frequencies = self.rotary.embedding.inv_freq
         wanted = states / scale * scale.median()
         apart, kept = carry_newest(first.self_attn, frequencies, features, rows, wanted)

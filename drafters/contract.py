@@ -164,6 +164,7 @@ class SlotBatch:
     hidden [B, A, K, D] input of the drafter's head. prev_ids [B, A, K] the token before each slot (data).
     target_ids [B, A, K] the token each slot predicts (data). mask [B, A, K] bool, True where supervised.
     teacher [B, A, K] position in the row whose last hidden state predicts the slot's token (a + k - 1).
+    labels [B, A, K] target ids that a drafter learns in place of the target's most likely tokens; None for those.
     """
 
     hidden: Tensor
@@ -171,6 +172,7 @@ class SlotBatch:
     target_ids: Tensor
     mask: Tensor
     teacher: Tensor
+    labels: Tensor | None = None
 
 
 @dataclass
@@ -238,13 +240,16 @@ class Proposal:
     """Drafted tokens of one round, a chain per request.
 
     tokens [R, K] int64 target ids. probs [R, K, V] float: the exact distribution each token was drawn from, after
-    temperature, top-k and top-p; None when the tokens were chosen deterministically (greedy drafting). confidences
+    temperature, top-k and top-p; None when the tokens were chosen, not drawn (greedy, or by noise). confidences
     [R, K] float in [0, 1] or None: estimated conditional acceptance.
     """
 
     tokens: Tensor
     probs: Tensor | None = None
     confidences: Tensor | None = None
+
+
+Coupling = Literal["rejection", "same_noise", "same_noise_ranked"]
 
 
 class Drafter(nn.Module, ABC):
@@ -257,13 +262,16 @@ class Drafter(nn.Module, ABC):
     slot_convention: whether slot 1 is read from the anchor's own input row ("anchor_first") or from a mask row at the
     position it predicts ("fill_in"). mask_token: the input token of mask rows, if there are any. anchors_per_row: how
     many anchors training draws from each packed row (None: all). follows_drafts: whether `slots` reads a batch's
-    drafted tokens in every slot; where False, slots after a rejected draft cannot be trained.
+    drafted tokens in every slot; where False, slots after a rejected draft cannot be trained. coupling: how sampled
+    proposals are verified (see eval.verification); "same_noise" for drafters that read the noise of the target's own
+    sampler.
     """
 
     num_slots: int
     needs: Needs
     vocabulary: DraftVocabulary
     slot_convention: Literal["anchor_first", "fill_in"] = "anchor_first"
+    coupling: Coupling = "rejection"
     mask_token: int | None = None
     anchors_per_row: int | None = None
     follows_drafts: bool = True

@@ -7,12 +7,17 @@ from drafters.vocabulary import DraftVocabulary
 
 
 def choose(
-    logits: Tensor, vocabulary: DraftVocabulary, sampling: Sampling, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    vocabulary: DraftVocabulary,
+    sampling: Sampling,
+    seeds: Tensor,
+    positions: Tensor,
+    stream: int = DRAFT_STREAM,
 ) -> tuple[Tensor, Tensor | None]:
     """Draft tokens of logits [..., W] over the draft vocabulary, for absolute positions and request seeds [...].
 
     Returns target ids [...] and the distribution over the target's vocabulary [..., V] they were drawn from; None when
-    greedy, where the choice is deterministic.
+    greedy, where the choice is deterministic. stream: of the random numbers.
     """
     ids = vocabulary.ids_on(logits.device)
     if sampling.greedy:
@@ -22,7 +27,7 @@ def choose(
     if not vocabulary.is_full:
         wide = narrow.new_zeros(*narrow.shape[:-1], vocabulary.target_size)
         wide[..., ids] = narrow
-    return ids[draw(narrow, counter_uniform(seeds, positions, DRAFT_STREAM))], wide
+    return ids[draw(narrow, counter_uniform(seeds, positions, stream))], wide
 
 
 def write_at(cache: Tensor, columns: Tensor, states: Tensor) -> None:

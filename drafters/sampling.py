@@ -12,6 +12,9 @@ from torch import Tensor
 # What a random number is for: no two purposes share one.
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM, ANSWER_STREAM, ANCHOR_STREAM = 1, 2, 3, 4, 5, 6
 FORCING_STREAM = 7
+# What the target's own sampler draws the token at a position from. A drafter that reads it is verified by the same
+# noise, never by rejection: there the corrected token would be drawn from a number that the proposal depends on.
+NOISE_STREAM = RESIDUAL_STREAM
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from data.target import Features, Target
-from drafters.contract import Drafter, Proposal
-from drafters.sampling import RESIDUAL_STREAM, Sampling, counter_uniform, draw
+from drafters.contract import Coupling, Drafter, Proposal
+from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform, draw
 from eval.cache import RowCache, check_cacheable
-from eval.verification import Verdict, verify, verify_greedy
+from eval.verification import Verdict, take_all, verify, verify_greedy, verify_same_noise
+
+Verification = Coupling | Literal["none"]
+VERIFICATIONS = (*get_args(Coupling), "none")
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class DecodeSettings:
     included.
 
     batch_size: requests decoded together. sampling: applied to target and drafter alike. seed: of all random numbers.
-    ValueError on values below 1.
+    verification: of sampled proposals, null for the drafter's own coupling; "none" keeps every drafted token, greedy
+    ones too, and is LOSSY. ValueError on values below 1 or an unknown verification.
     """
 
     num_slots: int = 5
@@ -42,11 +47,22 @@ class DecodeSettings:
     batch_size: int = 8
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
+    verification: Verification | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.verification not in (None, *VERIFICATIONS):
+            raise ValueError(f"verification must be null, {', '.join(VERIFICATIONS)}, got {self.verification!r}")
+
+    def verified_by(self, drafter: Drafter | None) -> Verification:
+        """How this drafter's sampled proposals are verified. Same noise verifies any proposal; ValueError for rejection
+        or another order of the CDF where the drafter reads the target's noise."""
+        own: Coupling = "rejection" if drafter is None else drafter.coupling
+        if self.verification in (None, "none", own) or own == "rejection":
+            return self.verification or own
+        raise ValueError(f"verification={self.verification} with a drafter whose proposals need {own}")
 
 
 @dataclass
@@ -148,6 +164,7 @@ class _Group:
         self.clock, self.watch = clock, watch
         self.reported = (0, 0)
         self.ends = set(target.eos_ids)
+        self.verification = settings.verified_by(drafter)
         parameter = None if drafter is None else next(drafter.parameters(), None)
         self.like = parameter if parameter is not None else torch.empty(0, device=target.device, dtype=target.dtype)
 
@@ -212,7 +229,7 @@ class _Group:
             return logits.argmax(-1).tolist()
         positions = self.cache.lengths.to(logits.device)
         return draw(
-            sampling.probs(logits), counter_uniform(self.seeds.to(logits.device), positions, RESIDUAL_STREAM)
+            sampling.probs(logits), counter_uniform(self.seeds.to(logits.device), positions, NOISE_STREAM)
         ).tolist()
 
     def _observe_prompts(self, prompts: list[list[int]], features: Features, mask: Tensor) -> None:
@@ -290,8 +307,14 @@ class _Group:
         logits = self.target.logits(last)
         tokens = proposal.tokens.to(logits.device)
         sampling = self.settings.sampling
+        if self.verification == "none" and self.drafter is not None:
+            return take_all(tokens)
         if sampling.greedy:
             return verify_greedy(logits.argmax(-1), tokens)
+        if self.verification != "rejection":
+            seeds, positions = self.seeds.to(logits.device), positions.to(logits.device)
+            ranked = self.verification == "same_noise_ranked"
+            return verify_same_noise(sampling.probs(logits), tokens, seeds, positions, ranked)
         probs = None if proposal.probs is None else proposal.probs.to(logits.device)
         return verify(sampling.probs(logits), tokens, probs, self.seeds.to(logits.device), positions.to(logits.device))
 

@@ -28,7 +28,7 @@ from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.sampling import Sampling
 from eval.calibration import Calibration, Rounds, calibrate, save_calibration
-from eval.decoder import Clock, DecodeSettings, Generation, generate
+from eval.decoder import Clock, DecodeSettings, Generation, Verification, generate
 from eval.lossless import Difference, compare
 from eval.metrics import Acceptance, Work, acceptance, speed
 from eval.progress import Watch
@@ -46,6 +46,7 @@ class EvalSettings:
     num_slots: tokens drafted per round, null for the drafter's own. max_new_tokens, batch_size, seed: of decoding.
     temperature (0 = greedy), top_k, top_p: on target and drafter alike. baseline: also decode without the drafter.
     limit: prompts of each domain, null for all. thinking: the chat template's thinking choice, null for its default.
+    verification: of sampled proposals, rejection or same_noise; null for the drafter's own coupling.
     """
 
     num_slots: int | None = None
@@ -58,6 +59,11 @@ class EvalSettings:
     seed: int = 0
     limit: int | None = None
     thinking: bool | None = None
+    verification: Verification | None = None
+
+    def __post_init__(self) -> None:
+        if self.verification == "none":
+            raise ValueError("verification=none is lossy: python -m eval.pushforward measures it")
 
     @property
     def sampling(self) -> Sampling:
@@ -70,7 +76,8 @@ class EvalSettings:
     def decoding(self, drafter: Drafter) -> DecodeSettings:
         """Settings of the decoding loop; ValueError on values out of range."""
         slots = self.num_slots if self.num_slots is not None else drafter.num_slots
-        return DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed)
+        made = DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed, self.verification)
+        return replace(made, verification=made.verified_by(drafter))
 
 
 @dataclass(frozen=True)
@@ -166,8 +173,10 @@ def evaluate(
         seconds=seconds,
         example=_example(target, done[0]),
         calibration=_calibration(done),
+        noise_identical=_noise_identical(done, decoding),
         settings=asdict(settings)
-        | {"num_slots": decoding.num_slots, "dtype": str(target.dtype).removeprefix("torch.")},
+        | {"num_slots": decoding.num_slots, "dtype": str(target.dtype).removeprefix("torch.")}
+        | {"verification": decoding.verification},
         target=dict(target.identity),
         drafter=drafter_words(drafter),
         machine=machine(),
@@ -311,6 +320,14 @@ def _differences(target: Target, done: list[_Answers]) -> list[Difference]:
             target, one.ids, one.rendered, [g.tokens for g in one.plain or []], [g.tokens for g in one.drafted]
         )
     ]
+
+
+def _noise_identical(done: list[_Answers], decoding: DecodeSettings) -> float | None:
+    """Share of answers equal to the baseline's, which draws from the same noises in token-id order."""
+    if decoding.sampling.greedy or decoding.verification != "same_noise":
+        return None
+    pairs = [pair for one in done if one.plain for pair in zip(one.drafted, one.plain, strict=True)]
+    return sum(a.tokens == b.tokens for a, b in pairs) / len(pairs) if pairs else None
 
 
 def _whole(done: list[_Answers], num_slots: int) -> Part:

@@ -49,7 +49,8 @@ class Report:
     whole: figures over all prompts; parts: by domain. differences: where greedy answers with and without drafter part
     (None when not compared: no baseline, or sampled). seconds: by stage of the evaluation. example: one prompt as
     rendered and its answer. settings, target, drafter, machine: what was measured, where. calibration: of the drafter's
-    confidences, None when it gives none.
+    confidences, None when it gives none. noise_identical: share of sampled answers that are the target's own from the
+    same noises, token by token (None when greedy, not compared, or verified by another rule).
     """
 
     whole: Part
@@ -63,6 +64,7 @@ class Report:
     drafter: dict[str, Any]
     machine: dict[str, Any]
     calibration: Calibration | None = None
+    noise_identical: float | None = None
     drafter_dir: str | None = None
     export_dirs: dict[str, str] = field(default_factory=dict)
 
@@ -107,6 +109,7 @@ class Report:
             "by_domain": {name: part.as_dict() for name, part in self.parts.items()},
             "differences": None if self.differences is None else [_difference(one) for one in self.differences],
             "failures": self.failures(),
+            "noise_identical": self.noise_identical,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
             "settings": self.settings,
             "target": self.target,
@@ -180,6 +183,8 @@ class Report:
             console.print(line, style="red", soft_wrap=True)
 
     def _lossless_line(self) -> str:
+        if self.noise_identical is not None:
+            return f"sampled output {self.noise_identical:.0%} of answers are the target's own from the same noise"
         if self.differences is None:
             return "greedy output  not compared (sampled, or no baseline)"
         word = "identical" if self.greedy_identical else "NOT identical"

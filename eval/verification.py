@@ -5,6 +5,10 @@ min(1, p(x) / q(x)); at the first rejection draw from the residual (p - q)+; aft
 from p. q * min(1, p / q) = min(p, q) and the rejected mass is exactly sum (p - q)+, so the emitted token follows p.
 p and q must have gone through the same temperature, top-k and top-p.
 
+Same-noise verification (PTP, arXiv 2512.21323): the target draws the token at every drafted position by inverse CDF
+from that position's one noise, and drafts are kept while they equal its picks. The output is the target's own sample
+for these noises whatever is proposed, so long as a position's noise is never drawn anew.
+
 Shapes are fixed and nothing waits for the device, so the same code can live in a captured graph.
 """
 
@@ -13,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, counter_uniform, draw
+from drafters.noise import pick
+from drafters.sampling import ACCEPT_STREAM, NOISE_STREAM, RESIDUAL_STREAM, counter_uniform, draw
 
 
 @dataclass
@@ -76,6 +81,25 @@ def verify_greedy(best: Tensor, tokens: Tensor) -> Verdict:
     num_slots = tokens.shape[1]
     accepted = (best[:, :num_slots] == tokens).long().cumprod(1).sum(1)
     return Verdict(accepted, _emitted(tokens, accepted, best.gather(1, accepted[:, None]).squeeze(1)))
+
+
+def verify_same_noise(p: Tensor, tokens: Tensor, seeds: Tensor, positions: Tensor, ranked: bool = False) -> Verdict:
+    """Keep drafted tokens while they are what the target draws from the same noise; then the target's own token.
+
+    Shapes as in `verify`. Slot k's noise is counter_uniform(seeds, positions + k, NOISE_STREAM), which is also what
+    decoding without a drafter draws that token from: the output is equal to it, token by token. ranked: inverse CDF
+    over tokens in order of falling probability instead of token ids.
+    """
+    steps = torch.arange(1, p.shape[1] + 1, device=tokens.device)
+    noise = counter_uniform(seeds[:, None], positions[:, None] + steps, NOISE_STREAM)
+    return verify_greedy(pick(p, noise, ranked), tokens)
+
+
+def take_all(tokens: Tensor) -> Verdict:
+    """LOSSY: every drafted token stands, unseen by the target; the last one is the next anchor. tokens [R, K]."""
+    return Verdict(
+        tokens.new_full(tokens.shape[:1], tokens.shape[1] - 1), torch.nn.functional.pad(tokens, (0, 1), value=-1)
+    )
 
 
 def _row(values: Tensor, index: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ class Scored:
 
     logits [n, W] of the drafter. teach() gives the target's logits [u, W] on the draft vocabulary at u positions, made
     only for measures that read them; lse [u] their log-sum-exp over the whole vocabulary, owner [n] which of the u
-    positions predicts a slot's token. label [n]
-    draft id of the target's most likely token. data [n] draft id of the token in the data. prev [n] target id of the
-    token before. hidden [n, H] the drafter's head input, last [n, D] the target's last hidden state. supervised [G, K]
-    where the n slots stand in their group of anchors. progress: share of training done.
+    positions predicts a slot's token. label [n] draft id of the target's most likely token, or of the drafter's own
+    label (SlotBatch.labels). data [n] draft id of the token in the data. prev [n] target id of the token before.
+    hidden [n, H] the drafter's head input, last [n, D] the target's last hidden state. supervised [G, K] where the n
+    slots stand in their group of anchors. progress: share of training done.
     """
 
     logits: Tensor
@@ -78,7 +78,7 @@ def soft_ce(s: Scored) -> Tensor:
 
 
 def hard_ce(s: Scored) -> Tensor:
-    """-log q of the target's most likely token. [n]."""
+    """-log q of the target's most likely token, or of the drafter's own label. [n]."""
     return -s.logq.gather(-1, s.label[:, None])[:, 0]
 
 
@@ -278,7 +278,7 @@ def flat_labels(slots: SlotBatch, batch: Batch, inverse: Tensor, objective: Obje
     said."""
     rows, top1 = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None, None], batch.outputs()[1]
     where = (rows * top1.shape[1] + slots.teacher).flatten(0, 1)
-    label = inverse[top1.flatten()[where]]
+    label = inverse[top1.flatten()[where] if slots.labels is None else slots.labels.flatten(0, 1)]
     data = inverse[slots.target_ids.flatten(0, 1)]
     mask = slots.mask.flatten(0, 1)
     supervised = mask & (label >= 0)

@@ -41,6 +41,7 @@ from training.keeper import AtomicCheckpoints, Keeper, difference, resume_point
 from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
+from training.progressive import Stage, begin
 from training.self_forcing import SelfForcing, SelfForcingSettings
 
 GROUPS = (
@@ -53,12 +54,14 @@ GROUPS = (
 class DrafterSettings:
     """model: `_target_` and plain arguments of the class. vocabulary: size of the draft vocabulary, built from the
     training answers (null: the whole target vocabulary). warm_start: initialise from the target. objective:
-    the paper's objective, read through objective=own."""
+    the paper's objective, read through objective=own. stage: training.progressive.Stage, for a drafter that learns from
+    one of half as many slots (null: none)."""
 
     model: dict[str, Any]
     vocabulary: int | None = None
     warm_start: bool = True
     objective: dict[str, Any] | None = None
+    stage: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     data = PackedData(source, batches, anchors=drafter.anchors_per_row)
     if chosen.warm_start and config.init is None:
         warm_start(drafter, target, data)
+    if chosen.stage is not None:
+        say("stage", begin(drafter, settings(Stage, chosen.stage, "drafter.stage"), target))
     steps = planned_steps(trainer_settings, data.plan, [one.answer_tokens for one in conversations])
     data.total = steps * trainer_settings.accumulate
     own_drafts = SelfForcing(target, forcing, lambda step: data.steps[step]) if forcing.share else None
@@ -203,9 +208,13 @@ def draft_vocabulary(
 
 def warm_start(drafter: Drafter, target: Target, data: PackedData) -> None:
     """Begin from what the target is and from what the first batch shows; prints what was taken."""
-    taken = drafter.warm_start(target.parts) + drafter.warm_start_on(data.first.to(target.device))
-    for line in taken:
-        Console().print(f"warm start: {line}", style="dim")
+    say("warm start", drafter.warm_start(target.parts) + drafter.warm_start_on(data.first.to(target.device)))
+
+
+def say(what: str, lines: Sequence[str]) -> None:
+    """Print lines of what was done."""
+    for line in lines:
+        Console().print(f"{what}: {line}", style="dim")
 
 
 def go_on_from(drafter: Drafter, known: Drafter, where: str) -> None:

@@ -1,0 +1,120 @@
+"""Push-forward heads on the road: stages 1, 2, 4 through the training entry, lossless and lossy evaluation."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from checkpoints.files import read_json, write_json
+from checkpoints.folder import load_drafter, read_drafter
+from data.conversations import Conversation, Prompt, write_conversations
+from data.features import capture
+from data.target import Target
+from eval import pushforward
+from eval.evaluate import EvalSettings, evaluate
+from tests import checks
+from tests.doubles import save_tiny
+from training.stages import run_stages
+
+LAYERS = [0, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A folder as prepare leaves it."""
+    folder = tmp_path_factory.mktemp("prepared")
+    target = Target.load(str(save_tiny(folder / "target")), dtype="float32")
+    texts = [checks.random_text(target, 12 + n, seed=n) for n in range(4)]
+    conversations = [
+        Conversation(f"c{n}", "test", text, [0] * 4 + [1] * (len(text) - 4)) for n, text in enumerate(texts)
+    ]
+    write_conversations(folder / "conversations.jsonl", conversations)
+    capture(target, conversations, LAYERS, folder / "features", dtype="float32")
+    write_json(folder / "prepare.json", {"thinking": None})
+    row = '{"id": "h", "domain": "d", "messages": [{"role": "user", "content": "ab"}]}'
+    (folder / "heldout.jsonl").write_text(row + "\n")
+    return folder
+
+
+def words(prepared: Path) -> list[str]:
+    values = {
+        "target": "any",
+        "target.name": prepared / "target",
+        "target.dtype": "float32",
+        "drafter": "kforcing",
+        "prepared": prepared,
+        "drafter.model.layers": LAYERS,
+        "drafter.model.block.depth": 1,
+        "data@heldout": "jsonl",
+        "heldout.path": prepared / "heldout.jsonl",
+        "trainer.max_steps": 2,
+        "trainer.progress": False,
+        "trainer.precision": "32-true",
+        "batch.rows": 2,
+        "acceptance.every": 2,
+        "acceptance.prompts": 1,
+        "acceptance.max_new_tokens": 6,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def stages(prepared: Path, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("stages")
+    found = run_stages(checks.compose_config("train", *words(prepared)), out, [1, 2, 4], share=0.5)
+    assert [one["window"] for one in found] == [1, 2, 4]
+    return out
+
+
+def test_stages_build_on_each_other(stages: Path) -> None:
+    for window in (1, 2, 4):
+        assert read_drafter(stages / f"window-{window}" / "drafter").declared.num_slots == window
+        stage = read_json(stages / f"window-{window}" / "run.json")["config"]["drafter"]["stage"]
+        half = None if window == 1 else str(stages / f"window-{window // 2}" / "drafter")
+        assert stage == (None if half is None else {"half": half, "share": 0.5})
+
+
+def test_stages_refuse_what_does_not_double_or_stage(prepared: Path, tmp_path: Path, stages: Path) -> None:
+    with pytest.raises(ValueError, match="double"):
+        run_stages(checks.compose_config("train", *words(prepared)), tmp_path, [1, 3])
+    half = stages / "window-1" / "drafter"
+    other = ["drafter=dflash", "drafter.model.num_slots=2", f"+drafter.stage={{half: {half}}}"]
+    changed = [word for word in words(prepared) if not word.startswith("drafter=")] + other
+    with pytest.raises(ValueError, match="does not learn in stages"):
+        run_stages(checks.compose_config("train", *changed), tmp_path, [2])
+
+
+def test_evaluation_names_the_verification(prepared: Path, stages: Path) -> None:
+    target = Target.load(str(prepared / "target"), dtype="float32")
+    drafter = load_drafter(stages / "window-4" / "drafter", target.parts)
+    prompts = [Prompt("a", "d", [{"role": "user", "content": "give"}])]
+    report = evaluate(target, drafter, prompts, EvalSettings(max_new_tokens=8, temperature=1.0)).as_dict()
+    assert report["noise_identical"] == 1.0
+    assert report["settings"]["verification"] == "same_noise"
+    assert len(report["alpha"]) == 4
+    assert report["calibration"] is not None
+    with pytest.raises(ValueError, match="proposals need same_noise"):
+        evaluate(target, drafter, prompts, EvalSettings(temperature=1.0, verification="rejection"))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_lossy_decoding_says_so_and_is_measured(
+    temperature: int, prepared: Path, stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["target=any", f"target.name={prepared / 'target'}", "target.dtype=float32", "max_new_tokens=9"]
+    overrides += [f"drafter_dir={stages / 'window-4' / 'drafter'}", f"prompts={prepared / 'heldout.jsonl'}"]
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("eval", [*overrides, f"temperature={temperature}"])
+    found = pushforward.run(config, tmp_path)
+    written = read_json(tmp_path / pushforward.FILE)
+    assert next(iter(written)) == "lossy"
+    assert written["lossy"] is True
+    assert written["warning"].startswith("LOSSY")
+    assert written["settings"]["verification"] == "none"
+    assert written["drafted"]["perplexity"] > 1
+    assert written["sampled"]["perplexity"] > 1
+    assert 1 <= written["tokens_per_call"] <= 4
+    assert len(written["agreement"]) == len(written["agreement_prefix"]) == 4
+    assert all(a >= b for a, b in zip(written["agreement"], written["agreement_prefix"], strict=True))
+    found.show(pushforward.Console())
+    assert capsys.readouterr().out.startswith("LOSSY")
