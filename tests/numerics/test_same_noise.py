@@ -65,7 +65,8 @@ def test_redraw_hazard_through_the_code(redraw: bool, wanted: tuple[float, float
         assert abs(float(own.mean()) - wanted[y1]) < 4 * 0.5 / len(own) ** 0.5
 
 
-def test_rounds_give_the_samplers_own_text() -> None:
+@pytest.mark.parametrize("ranked", [False, True])
+def test_rounds_give_the_samplers_own_text(ranked: bool) -> None:
     """Whatever is proposed: a table for each prefix, rounds of random drafts, against token-by-token picks."""
     size, length, width = 4, 9, 3
     generator = torch.Generator().manual_seed(0)
@@ -80,11 +81,11 @@ def test_rounds_give_the_samplers_own_text() -> None:
     for seed in range(60):
         seeds, own, made = torch.tensor([seed]), (), ()
         for t in range(length):
-            own += (int(pick(p(own), counter_uniform(seeds, torch.tensor([5 + t]), NOISE_STREAM)[0])),)
+            own += (int(pick(p(own), counter_uniform(seeds, torch.tensor([5 + t]), NOISE_STREAM)[0], ranked)),)
         while len(made) < length:
             drafts = torch.randint(size, (1, width), generator=generator)
             rows = torch.stack([p(made + tuple(drafts[0, :k].tolist())) for k in range(width + 1)])
-            verdict = verify_same_noise(rows[None], drafts, seeds, torch.tensor([4 + len(made)]))
+            verdict = verify_same_noise(rows[None], drafts, seeds, torch.tensor([4 + len(made)]), ranked)
             kept += int(verdict.accepted)
             made += tuple(verdict.tokens[0, : int(verdict.accepted) + 1].tolist())
         assert made[:length] == own

@@ -3,20 +3,28 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
+from torch import Tensor
 
 from checkpoints.files import read_json, write_json
 from checkpoints.folder import load_drafter, read_drafter
 from data.conversations import Conversation, Prompt, write_conversations
 from data.features import capture
 from data.target import Target
+from drafters.contract import Batch
+from drafters.kforcing import KForcing
+from drafters.sampling import Sampling
 from eval import pushforward
+from eval.decoder import DecodeSettings, generate
 from eval.evaluate import EvalSettings, evaluate
 from tests import checks
-from tests.doubles import save_tiny
+from tests.doubles import save_tiny, tiny_target
+from training.objectives import Objective, slot_terms
 from training.stages import run_stages
 
 LAYERS = [0, 2, 3]
+OBJECTIVE = Objective({"hard_ce": 1.0})
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +126,39 @@ def test_lossy_decoding_says_so_and_is_measured(
     assert all(a >= b for a, b in zip(written["agreement"], written["agreement_prefix"], strict=True))
     found.show(pushforward.Console())
     assert capsys.readouterr().out.startswith("LOSSY")
+
+
+class DrawsAnew(KForcing):
+    """Reads other noises than its labels were picked by."""
+
+    def blocks(self, batch: Batch, tokens: Tensor, noise: Tensor, tau: Tensor, branch: Tensor | None = None) -> Tensor:
+        return super().blocks(batch, tokens, torch.rand_like(noise), tau, branch)
+
+
+def agreement(kind: type[KForcing]) -> list[float]:
+    """Same-noise agreement by slot on 24 sampled answers after 60 steps, each with other noises."""
+    target = tiny_target("llama")
+    model = {"num_slots": 2, "layers": LAYERS, "block": {"depth": 1}, "noise": {"greedy": 0.0}}
+    drafter = kind(target.parts, None, **model)
+    prompt = checks.random_text(target, 6, seed=0)
+    made = generate(target, None, [prompt] * 24, DecodeSettings(1, 12, 24, Sampling(1.0), seed=5))
+    turns = [[0] * 6 + [1] * len(one.tokens) for one in made]
+    samples = [
+        checks.sample(target, drafter, prompt + one.tokens, turn, str(n))
+        for n, (one, turn) in enumerate(zip(made, turns, strict=True))
+    ]
+    batch = checks.row_batch([samples[n : n + 6] for n in range(0, 24, 6)], 6 * 18)
+    checks.fit(drafter, target, batch, OBJECTIVE, steps=60)
+    batch.seed = 100  # noises that no step has seen
+    drafter.train()
+    terms = slot_terms(drafter, drafter.slots(batch), batch, target.parts, OBJECTIVE)
+    return (terms.kept / terms.offered).tolist()
+
+
+def test_learns_what_noise_decides() -> None:
+    """The target's likeliest token has probability 0.15 here on average."""
+    assert min(agreement(KForcing)) > 0.3
+
+
+def test_learns_nothing_from_noise_drawn_anew() -> None:
+    assert max(agreement(DrawsAnew)) < 0.3
