@@ -205,7 +205,7 @@ class Mtp(MtpModule, Drafter):
         """See MtpModule.start; the indexer starts random."""
         own, many, taken = self.block_settings["kind"] == "own", len(self.more) > 0, []
         for i, module in enumerate(self.heads, 1):
-            taken += [f"module {i}: {line}" if many else line for line in module.start(target, own)]
+            taken += [f"module {i}: {line}" if many else line for line in module.start_from(target, own)]
         return taken
 
     def begin(self, requests: int, capacity: int) -> DraftState:

@@ -43,7 +43,7 @@ class MtpModule(nn.Module):
         return self.norm(output) if self.state["recycles"] == "post_norm" else output
 
     @torch.no_grad()
-    def start(self, target: TargetParts, own: bool) -> list[str]:
+    def start_from(self, target: TargetParts, own: bool) -> list[str]:
         """Begin as the target's last block on the normed state; the embedding enters small. Returns what was taken."""
         size = len(self.norm.weight)
         halves = [self.eh_proj.weight[:, :size], self.eh_proj.weight[:, size:]]
