@@ -108,7 +108,7 @@ class _Bench:
         self.features = target.forward(prompt, self.layers, mask, positions, self.cache.cache)
         self.state: Any = None
         if drafter is not None:
-            like = next(iter(drafter.parameters()))
+            like = next(drafter.parameters(), self.features.last)
             aux, last = self.features.aux.to(like), self.features.last.to(like)
             longest = max(how.slots) + 1
             self.state = drafter.begin(rows, how.context + (how.repeats + 1) * len(how.slots) * longest + longest)
@@ -135,11 +135,11 @@ class _Bench:
         """Reading what a verification left (half the slots accepted, shapes of all) and proposing num_slots."""
         drafter = self.drafter
         assert drafter is not None
-        verified = [part[:, : num_slots + 1] for part in self.read]
+        following, aux, last = (part[:, : num_slots + 1] for part in self.read)
         lengths = torch.full_like(self.seeds, num_slots // 2 + 1)
 
         def run() -> None:
-            drafter.observe(self.state, *verified, lengths)
+            drafter.observe(self.state, following, aux, last, lengths)
             drafter.propose(self.state, num_slots, Sampling(0.0), self.seeds)
 
         return self._median(run)

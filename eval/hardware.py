@@ -5,8 +5,8 @@
     seconds = norm4(bytes / (bandwidth * eta_m), flops / (peak * eta_c)) + layers * layer_us + step_us + communication
 
 A pass reads `rows` requests that hold `context` positions each, with `tokens` new tokens in all: rows for plain
-decoding, rows * (K + 1) for verification. Efficiencies and fixed times belong to an engine on a device (conf/hardware), never to
-one measurement. Eagerly launched kernels (launch_us > 0) wait for the host: the pass takes the longer of the two.
+decoding, rows * (K + 1) for verification. Efficiencies and fixed times belong to an engine on a device (conf/hardware),
+never to one measurement. Eagerly launched kernels (launch_us > 0) wait for the host: the pass takes the longer of both.
 
 Experts: n independent tokens touch N(n) = E (1 - (1 - k/E)^n) of E (arXiv 2505.19645, Eq. 6); consecutive tokens of one
 request repeat themselves, so m of them count as m ** kappa. Expert parallelism over G ranks adds, for each layer of
@@ -260,7 +260,7 @@ class Surroundings:
 
     network_seconds: added to every pass of the target, verification or plain (a drafter that sits elsewhere, a slow
     link between parts of the target). other_tokens: tokens of other work (prefill chunks, neighbours) that share every
-    pass.
+    pass, plain or not, and are paid for in full.
     """
 
     cost: Cost

@@ -170,6 +170,8 @@ def transformer(
 
     vocabulary: rows of the head, 0 for none. input_width: of what the query, key and value projections read (D).
     """
+    if precision not in PRECISION_BYTES:
+        raise ValueError(f"precision must be one of {', '.join(PRECISION_BYTES)}, got {precision!r}")
     query, kv, size = heads
     reads = input_width or width
     attention = reads * size * (query + 2 * kv) + query * size * width
