@@ -1,6 +1,6 @@
 """headstart: one command for every entry, and the demo that walks the whole road.
 
-    headstart prepare | train | eval | export | compare | demo  [hydra overrides]
+    headstart prepare | train | eval | export | compare | bench | simulate | demo  [hydra overrides]
 
 The first word picks the entry; the rest goes to Hydra untouched (`headstart train --help` lists the keys, `-m` sweeps).
 Each entry also runs as a module: `python -m training.train ...`.
@@ -32,6 +32,8 @@ ENTRIES = {
     "eval": ("eval.evaluate", "tau, acceptance by slot, speed and losslessness of a head"),
     "export": ("checkpoints.export", "write, lint, verify or import the folders that engines load"),
     "compare": ("training.compare", "train several drafters on one budget and measure them side by side"),
+    "bench": ("eval.bench", "step times of a target and a drafter on the running machine"),
+    "simulate": ("eval.serving", "serving under load on a described machine: schedulers, Pareto curve, best K"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
 SOURCES = (".py", ".yaml", ".jsonl")
@@ -46,7 +48,7 @@ def main() -> None:
         return
     if command not in ENTRIES:
         sys.exit(f"headstart: no command {command!r}\n\n{usage()}")
-    words = export_words(sys.argv[2:]) if command == "export" else sys.argv[2:]
+    words = action_words(sys.argv[2:]) if command in ("export", "bench") else sys.argv[2:]
     sys.argv = [f"headstart {command}", *words]
     if command in ("demo", "export"):
         sys.argv.append(f"hydra.job.name={command}")
@@ -55,8 +57,9 @@ def main() -> None:
         importlib.import_module(ENTRIES[command][0]).main()
 
 
-def export_words(words: Sequence[str]) -> list[str]:
-    """`export verify --engine vllm` is short for `export action=verify engine=vllm`."""
+def action_words(words: Sequence[str]) -> list[str]:
+    """`export verify --engine vllm` is short for `export action=verify engine=vllm`, `bench profile` for
+    `bench action=profile`."""
     words = list(words)
     if words and words[0].isidentifier():
         words[0] = f"action={words[0]}"

@@ -44,6 +44,11 @@ def test_a_misspelt_override_fails(primary):
         composed(primary, f"{first}_tyop=1")
 
 
+@pytest.mark.parametrize("option", options("hardware"))
+def test_every_hardware_composes(option):
+    assert composed("simulate", f"hardware={option}")
+
+
 @pytest.mark.parametrize(
     "group", ["drafter", "data", "objective", "optimizer", "trainer", "logger", "debug", "experiment"]
 )
@@ -70,6 +75,8 @@ REQUIRED = {
     "eval": ("target=any", "target.name=/nowhere", "drafter_dir=/nowhere"),
     "export": ("drafter_dir=/nowhere", "action=lint"),
     "compare": ("target=any", "target.name=/nowhere", "prepared=/nowhere", "budget.steps=1"),
+    "bench": ("target=any", "target.name=/nowhere"),
+    "simulate": ("traces=/nowhere",),
 }
 
 
@@ -166,7 +173,7 @@ def documented() -> list[str]:
     for page in (CONF.parent / "README.md", *sorted((CONF.parent / "docs").glob("*.md"))):
         for block in re.findall(r"```[a-z]*\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                if re.match(r"headstart (prepare|train|eval|export|demo)\b", line) and "..." not in line:
+                if re.match(r"headstart (prepare|train|eval|export|bench|simulate|demo)\b", line) and "..." not in line:
                     lines.append(line.strip())
     return sorted(set(lines))
 
@@ -181,13 +188,13 @@ def documented() -> list[str]:
     ],
 )
 def test_export_takes_its_action_as_a_word(words, meant):
-    assert headstart.export_words(words) == meant
+    assert headstart.action_words(words) == meant
 
 
 @pytest.mark.parametrize("line", documented())
 def test_documented_commands_compose(line):
     _, primary, *rest = shlex.split(line, comments=True)
-    rest = headstart.export_words(rest) if primary == "export" else rest
+    rest = headstart.action_words(rest) if primary in ("export", "bench") else rest
     overrides = [word for word in rest if not word.startswith(("-", "hydra."))]
     if "-m" in rest:
         overrides = [word.split(",")[0] for word in overrides]
