@@ -187,12 +187,11 @@ def test_extracted_head_has_our_names_and_the_target_s_values(
     assert not [name for name in ours if "embed" in name or "head" in name]
     if kind == "two_modules":
         other = native["model.layers.6.eh_proj.weight"]
-        assert torch.equal(ours["more.0.eh_proj.weight"].bfloat16(), other) and not torch.equal(other, projection)
+        assert torch.equal(ours["more.0.eh_proj.weight"].bfloat16(), other)
+        assert not torch.equal(other, projection)
 
 
-def test_norms_of_qwen_are_multiplied_as_stored_plus_one(
-    targets: dict[str, Path], extracted: dict[str, Whole]
-) -> None:
+def test_norms_of_qwen_are_multiplied_as_stored_plus_one(targets: dict[str, Path], extracted: dict[str, Whole]) -> None:
     native, ours = all_tensors(targets["qwen3_next"]), extracted["qwen3_next"].tensors
     for own, name in (("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden"), ("norm", "norm")):
         assert torch.equal(ours[f"{own}.weight"], native[f"mtp.{name}.weight"].float() + 1)
@@ -331,7 +330,8 @@ def test_declared_modules_without_tensors_are_an_error(targets: dict[str, Path],
     with pytest.raises(ValueError, match=r"declares 1 MTP module\(s\), the tensors of 0 .*model.mtp_layers.0"):
         take_out_of(folder, tmp_path / "own")
     found = lint(folder, "vllm")
-    assert found[0].level == "refused" and "model.mtp_layers.0" in found[0].text
+    assert found[0].level == "refused"
+    assert "model.mtp_layers.0" in found[0].text
 
 
 @pytest.mark.parametrize(
@@ -437,10 +437,13 @@ def test_a_target_without_a_head_becomes_a_mimo_model(family: str, tmp_path: Pat
     assert torch.equal(extra[f"{root}final_layernorm.weight"], whole.tensors["norm.weight"])
     assert torch.equal(extra[f"{root}mlp.down_proj.weight"], whole.tensors["block.mlp.down_proj.weight"])
     if family != "qwen2":
-        assert all(not extra[name].any() for name in zeros) and not extra[f"{root}self_attn.k_proj.bias"].any()
+        assert all(not extra[name].any() for name in zeros)
+        assert not extra[f"{root}self_attn.k_proj.bias"].any()
         assert "zero biases" in notes[0]
-    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
-    assert config["model_type"] == family and config.get("qk_norm", False) == (family == "qwen3")
+    assert config["architectures"] == ["MiMoForCausalLM"]
+    assert config["num_nextn_predict_layers"] == 1
+    assert config["model_type"] == family
+    assert config.get("qk_norm", False) == (family == "qwen3")
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
     places = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(places) == set(extra) | set(load_file(target / "model.safetensors"))
@@ -515,28 +518,30 @@ def test_commands_take_out_and_put_back(targets: dict[str, Path], tmp_path: Path
     taken = settings(action="extract", target_path=place, out=str(tmp_path / "own"), num_slots=4)
     execute(taken, tmp_path / "run", lambda path: target.parts)
     whole = read_drafter(tmp_path / "own")
-    assert whole.declared.num_slots == 4 and whole.declared.target["weights"] == target.identity["weights"]
+    assert whole.declared.num_slots == 4
+    assert whole.declared.target["weights"] == target.identity["weights"]
     put = settings(
         action="stitch", drafter_dir=str(tmp_path / "own"), target_path=place, out=str(tmp_path / "out"), dtype=None
     )
     execute(put, tmp_path / "run")
     assert contents(tmp_path / "out") == contents(targets["glm4_moe"])
     written = json.loads((tmp_path / "out" / PROVENANCE).read_text())
-    assert written["whole"] and written["speculative"] == {"method": "mtp"}
+    assert written["whole"]
+    assert written["speculative"] == {"method": "mtp"}
     for wrong, text in (({"action": "extract"}, "needs target_path"), ({"action": "stitch"}, "needs drafter_dir")):
         with pytest.raises(ValueError, match=text):
             execute(settings(**wrong), tmp_path / "run")
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    plain = settings(action="extract", target_path=str(tmp_path / "plain"))
     with pytest.raises(ValueError, match="no native MTP head"):
-        tiny_model("llama").save_pretrained(tmp_path / "plain")
-        execute(
-            settings(action="extract", target_path=str(tmp_path / "plain")), tmp_path / "run", lambda p: target.parts
-        )
+        execute(plain, tmp_path / "run", lambda path: target.parts)
 
 
 def test_verify_serves_the_stitched_folder_as_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, whole = fresh(tmp_path, "llama")
     exported = export_engine(Source(whole, str(target), torch.float32, link=True), "vllm", tmp_path / "vllm")
-    assert (tmp_path / "vllm" / "model.safetensors").is_symlink() and "mtp" in exported.command
+    assert (tmp_path / "vllm" / "model.safetensors").is_symlink()
+    assert "mtp" in exported.command
     seen: list[Run] = []
 
     def serve(runs: list[Run], python: Path, **_: Any) -> list[Served]:
