@@ -109,16 +109,17 @@ def own_state(target: TargetParts, sign: float = 1.0, back: float = -1.0, **chan
 def token(target: TargetParts, what: str = "token", **changed: Any) -> Mtp:
     """Passes on the name in one half of eh_proj's input: the new token's, or the state's, which is one token old."""
     drafter, state = blank(target, **changed)
-    state["eh_proj.weight"][NAME, half(drafter, what) + NAME] = 1.0
+    state["eh_proj.weight"][NAME, half(drafter, what) + NAME] = 1.0 / WIDTH**0.5
     return drafter
 
 
-def behind(target: TargetParts, distance: int = 10, **changed: Any) -> Mtp:
-    """Attends exactly `distance` rows back by the rotary phases alone and advances the name found there."""
+def behind(target: TargetParts, distance: int = 10, turned: int = 10, **changed: Any) -> Mtp:
+    """Attends exactly `turned` rows back by the rotary phases alone and advances the name found there by what is right
+    for `distance`."""
     drafter, state = blank(target, **changed)
-    state["eh_proj.weight"][NAME, half(drafter, "token") + NAME] = 1.0
     width, scale = HEAD_DIM // 2, WIDTH**0.5
-    angle = distance / THETA ** (torch.arange(width) / width)
+    state["eh_proj.weight"][NAME, half(drafter, "token") + NAME] = 1.0 / scale
+    angle = turned / THETA ** (torch.arange(width) / width)
     key, query = torch.cat([angle.cos(), angle.sin()]), torch.cat([torch.ones(width), torch.zeros(width)])
     attention = "block.self_attn."
     state[f"{attention}k_proj.weight"][:, NAME] = (16.0 / scale * key)[:, None].expand(-1, TOKENS)
@@ -151,6 +152,7 @@ NATIVE_CASES = (
     NativeCase("fault_reads", lambda target: own_state(target, sign=-1.0), (0, 0, 0)),
     NativeCase("fault_recycles", lambda target: own_state(target, back=1.0), FIRST),
     NativeCase("fault_concat", lambda target: token(target, "state"), (0, 0, 0)),
+    NativeCase("fault_distance", lambda target: behind(target, turned=9), (0, 0, 0), LONG_PROMPTS),
 )
 # The same weights where they belong: each fault above is right under these settings.
 ELSEWHERE = {
