@@ -154,6 +154,8 @@ def target_path(wanted: ExportSettings, whole: Whole) -> str:
 def write(wanted: ExportSettings, whole: Whole, engine: str, folder: Path, console: Console) -> Exported:
     """Export for one engine and print its serve command."""
     path = target_path(wanted, whole)
+    if wanted.dtype is not None and entry_for(engine, whole.declared.architecture).whole is not None:
+        raise ValueError(f"dtype={wanted.dtype}: a head stitched into its target has the target's dtype; leave it null")
     dtype, link = DTYPES[wanted.dtype or whole.declared.dtype], wanted.action == "verify"
     source = Source(whole, path, dtype, lambda: target_head(path), link)
     exported = export_engine(source, engine, folder)

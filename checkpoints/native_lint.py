@@ -11,6 +11,9 @@ from checkpoints.native_files import CONFIG, Checkpoint, header, unquantised
 from checkpoints.native_layouts import declared_modules, layout_of
 from checkpoints.target_files import EMBEDDINGS, INDEX, SINGLE
 
+# Where quantisers list what they left as it was.
+EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "dynamic", "exclude")
+
 
 def carries_native(folder: Path) -> bool:
     """Whether a folder is a whole target of a family that has native heads, and so no drafter's own folder."""
@@ -61,7 +64,12 @@ def _tensors(checkpoint: Checkpoint, native: Native) -> list[Finding]:
     try:
         unquantised(checkpoint, native.names, "training")
     except ValueError as error:
-        found.append(Finding("note", str(error)))
+        return [*found, Finding("note", str(error))]
+    quantised = checkpoint.config.get("quantization_config")
+    left_out = [value for key, value in (quantised or {}).items() if key in EXCEPTIONS and value]
+    if quantised and not left_out:
+        text = f"the target is quantised and its head is not, but {', '.join(EXCEPTIONS)} leave nothing out"
+        found.append(Finding("wrong", f"{text}: the engine builds the head quantised"))
     for name, what in sorted(native.copies.items()):
         own = checkpoint.embedding() if what == "embedding" else checkpoint.head()
         if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(own)):

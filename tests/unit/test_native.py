@@ -369,6 +369,7 @@ def test_quantised_heads_are_refused(targets: dict[str, Path], extracted: dict[s
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     take_out_of(folder, tmp_path / "own")
+    assert "builds the head quantised" in lint(folder, "vllm")[0].text
 
 
 def test_nothing_of_others_is_overwritten(
@@ -528,6 +529,8 @@ def test_commands_take_out_and_put_back(targets: dict[str, Path], tmp_path: Path
     written = json.loads((tmp_path / "out" / PROVENANCE).read_text())
     assert written["whole"]
     assert written["speculative"] == {"method": "mtp"}
+    with pytest.raises(ValueError, match="has the target's dtype"):
+        execute(OmegaConf.merge(put, {"dtype": "float32"}), tmp_path / "run")
     for wrong, text in (({"action": "extract"}, "needs target_path"), ({"action": "stitch"}, "needs drafter_dir")):
         with pytest.raises(ValueError, match=text):
             execute(settings(**wrong), tmp_path / "run")
