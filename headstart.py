@@ -30,7 +30,7 @@ ENTRIES = {
     "prepare": ("data.prepare", "prompts, the target's own answers, and its features"),
     "train": ("training.train", "train a drafter on a frozen target"),
     "eval": ("eval.evaluate", "tau, acceptance by slot, speed and losslessness of a head"),
-    "export": ("checkpoints.export", "write, lint, verify or import the folders that engines load"),
+    "export": ("checkpoints.export", "write, lint, verify or import what engines load; extract, stitch"),
     "compare": ("training.compare", "train several drafters on one budget and measure them side by side"),
     "bench": ("eval.bench", "step times of a target and a drafter on the running machine"),
     "simulate": ("eval.serving", "serving under load on a described machine: schedulers, Pareto curve, best K"),
@@ -92,7 +92,7 @@ def export(config: DictConfig) -> None:
     from data.target import Target
 
     out = Path(HydraConfig.get().runtime.output_dir)
-    served = config.action in ("export", "verify") and config.target_path is None
+    served = config.action in ("export", "verify", "stitch") and config.target_path is None
     if served and read_drafter(Path(config.drafter_dir)).declared.target["name"] == EMBEDDED:
         config.target_path = str(embedded_folder())
     if config.action == "verify" and config.reference is None:

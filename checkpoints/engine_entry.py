@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from checkpoints.folder import Whole
 from drafters.contract import default_layers
 
+PROVENANCE = "headstart.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Targets whose embedding is multiplied before the first layer; engines hand a drafter the unscaled rows.
 SCALED_EMBEDDINGS = ("Gemma", "Granite")
@@ -22,13 +24,15 @@ class Source:
     """A saved drafter on its way out.
 
     target_path: folder or hub id of the target, as the engine will open it. target_head: gives the target's [V, D] head
-    when a drafter that shares it needs some of its rows. dtype: of the exported floating tensors.
+    when a drafter that shares it needs some of its rows. dtype: of the exported floating tensors. link: link, do not
+    copy, files of the target that an export holds unchanged.
     """
 
     whole: Whole
     target_path: str
     dtype: torch.dtype
     target_head: Callable[[], Tensor] | None = None
+    link: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -69,7 +73,9 @@ class Entry:
 
     refuse: every reason why it cannot. write: the folder's content. command(folder, source): the exact serve command.
     speculative: vLLM's speculative config without model and number of tokens; None where the engine is not vLLM.
-    needs: what an engine must have beyond the ordinary, None for nothing.
+    needs: what an engine must have beyond the ordinary, None for nothing. whole(source, folder, provenance): writes
+    target and drafter as one model, instead of `write`, and returns notes; the engine then opens that folder as its
+    target.
     """
 
     refuse: Callable[[Source], list[str]]
@@ -77,6 +83,7 @@ class Entry:
     command: Callable[[str, Source], str]
     speculative: dict[str, Any] | None = None
     needs: Callable[[Source], str | None] = _nothing
+    whole: Callable[[Source, Path, dict[str, Any]], list[str]] | None = None
 
 
 def vllm_entry(

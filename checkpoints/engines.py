@@ -9,25 +9,28 @@ EAGLE-3 and P-EAGLE; SGLang's explicit ids and every `target_layer_ids` of block
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from checkpoints.engine_block import DFLASH, DFLASH2, DOMINO, DSPARK
 from checkpoints.engine_eagle import EAGLE3, PEAGLE
 from checkpoints.engine_eagle1 import EAGLE1
-from checkpoints.engine_entry import Entry, Source
+from checkpoints.engine_entry import PROVENANCE as PROVENANCE
+from checkpoints.engine_entry import Entry, Files, Source
 from checkpoints.engine_medusa import MEDUSA
 from checkpoints.engine_model import MODEL
 from checkpoints.files import atomic, write_json, write_tensors
 from checkpoints.folder import CONFIG, TENSORS
 from checkpoints.layout_block import MASK_FILE
+from checkpoints.native_engine import MTP
 
-PROVENANCE = "headstart.json"
 NAMES = ("vllm", "vllm_speculators", "sglang", "transformers")
 ARCHITECTURES: dict[str, dict[str, Entry]] = {
     "eagle3": EAGLE3,
     "peagle": PEAGLE,
     "medusa": MEDUSA,
+    "mtp": MTP,
     "dflash": DFLASH,
     "dspark": DSPARK,
     "domino": DOMINO,
@@ -58,10 +61,22 @@ def export_engine(source: Source, engine: str, folder: Path) -> Exported:
     reasons = entry.refuse(source)
     if reasons:
         raise ValueError(f"{engine} cannot serve {source.whole.folder}: " + "; ".join(reasons))
-    files = entry.write(source)
     folder = Path(folder)
     if folder.resolve() == source.whole.folder.resolve():
         raise ValueError(f"the export would overwrite the drafter it is made from: {folder}")
+    needs, command = entry.needs(source), entry.command(str(folder), source)
+    provenance = _provenance(source, engine, entry, command)
+    if entry.whole is not None:
+        notes = entry.whole(source, folder, provenance)
+    else:
+        files = entry.write(source)
+        _write(folder, files, provenance)
+        notes = files.notes
+    return Exported(engine, folder, command, notes + ([] if needs is None else [f"needs {needs}"]))
+
+
+def _write(folder: Path, files: Files, provenance: dict[str, Any]) -> None:
+    """A drafter's folder, config.json last."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in (CONFIG, MASK_FILE):  # an engine would read a mask file left by another export
         (folder / old).unlink(missing_ok=True)
@@ -69,24 +84,26 @@ def export_engine(source: Source, engine: str, folder: Path) -> Exported:
     for name, content in files.torch_files.items():
         with atomic(folder / name) as temporary:
             torch.save(content, temporary)
-    command = entry.command(str(folder), source)
-    declared, needs = source.whole.declared, entry.needs(source)
-    write_json(
-        folder / PROVENANCE,
-        {
-            "engine": engine,
-            "command": command,
-            "architecture": declared.architecture,
-            "num_slots": declared.num_slots,
-            "speculative": entry.speculative,
-            "needs": needs,
-            "target": declared.target,
-            "tensors": declared.tensors,
-            "measured": declared.measured,
-        },
-    )
+    write_json(folder / PROVENANCE, provenance)
     write_json(folder / CONFIG, files.config)
-    return Exported(engine, folder, command, files.notes + ([] if needs is None else [f"needs {needs}"]))
+
+
+def _provenance(source: Source, engine: str, entry: Entry, command: str) -> dict[str, Any]:
+    """headstart.json: what was exported, how it is served, what it was measured at. whole: whether the folder holds
+    the target too."""
+    declared = source.whole.declared
+    return {
+        "engine": engine,
+        "command": command,
+        "architecture": declared.architecture,
+        "num_slots": declared.num_slots,
+        "speculative": entry.speculative,
+        "whole": entry.whole is not None,
+        "needs": entry.needs(source),
+        "target": declared.target,
+        "tensors": declared.tensors,
+        "measured": declared.measured,
+    }
 
 
 def entry_for(engine: str, architecture: str) -> Entry:

@@ -1,9 +1,11 @@
-"""headstart export: write, lint, verify or import the folders that engines load.
+"""headstart export: write, lint, verify or import the folders that engines load; extract and stitch native heads.
 
     headstart export drafter_dir=DRAFTER engine=vllm            writes RUN/vllm and prints the serve command
     headstart export lint drafter_dir=FOLDER engine=sglang      names what the engine would refuse or get wrong
     headstart export verify drafter_dir=DRAFTER reference=FILE  serves it in vLLM, compares acceptance with ours
     headstart export import drafter_dir=FOREIGN                 writes RUN/drafter, our folder of a foreign head
+    headstart export extract target_path=TARGET out=FOLDER      our folder of the target's native MTP head
+    headstart export stitch drafter_dir=DRAFTER target_path=TARGET out=FOLDER    the target with our MTP head in it
 
 `-m engine=vllm,vllm_speculators,sglang` does several engines; `engine=transformers` writes what generate() takes.
 Verify needs an engine's environment (engine.python).
@@ -16,27 +18,30 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PretrainedConfig
 
 from checkpoints.engine_entry import DTYPES
 from checkpoints.engine_run import engine_python
-from checkpoints.engines import ENGINES, Exported, Source, export_engine
+from checkpoints.engines import ENGINES, Exported, Source, entry_for, export_engine
 from checkpoints.files import write_json
 from checkpoints.folder import CONFIG, FORMAT, Whole, read_drafter, save_drafter
 from checkpoints.foreign import import_head
 from checkpoints.lint import lint
+from checkpoints.native import extract, find_native
+from checkpoints.native_files import Checkpoint
 from checkpoints.run import known_groups, record, settings
 from checkpoints.target_files import target_config, target_head
 from checkpoints.verify import SUPPORTED, Reference, verify
 from drafters.contract import TargetParts
 
-ACTIONS = ("export", "lint", "verify", "import")
+ACTIONS = ("export", "lint", "verify", "import", "extract", "stitch")
 GROUPS = (
     "action",
     "drafter_dir",
     "target_path",
+    "out",
     "dtype",
     "num_slots",
     "layer_convention",
@@ -66,16 +71,18 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """action: export, lint, verify or import. drafter_dir: our drafter's folder (lint, import: any head's).
-    target_path: folder or hub id of the target as the engine opens it, null for the one the drafter declares. dtype:
-    of the exported tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see
-    import_head); verify drafts num_slots, null for the drafter's own. reference: what our harness measured (see
-    checkpoints.verify.Reference); without one it is measured on `limit` prompts of each domain of `prompts` (builtin or
-    a JSONL file), max_new_tokens each. tolerance: largest relative difference in tau."""
+    """action: export, lint, verify, import, extract or stitch. drafter_dir: our drafter's folder (lint, import: any
+    head's; extract reads none). target_path: folder or hub id of the target as the engine opens it, null for the one
+    the drafter declares. out: folder that extract and stitch write, null for one in the run's. dtype: of the exported
+    tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see import_head; num_slots
+    also of an extracted one); verify drafts num_slots, null for the drafter's own. reference: what our harness measured
+    (see checkpoints.verify.Reference); without one it is measured on `limit` prompts of each domain of `prompts`
+    (builtin or a JSONL file), max_new_tokens each. tolerance: largest relative difference in tau."""
 
     action: str
-    drafter_dir: str
+    drafter_dir: str = ""
     target_path: str | None = None
+    out: str | None = None
     dtype: str | None = None
     num_slots: int | None = None
     layer_convention: str | None = None
@@ -88,6 +95,10 @@ class ExportSettings:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {self.action!r}")
+        if not self.drafter_dir and self.action != "extract":
+            raise ValueError(f"action={self.action} needs drafter_dir, the head's folder")
+        if not self.target_path and self.action == "extract":
+            raise ValueError("action=extract needs target_path, the folder of a target with a native head")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype must be null or one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.action == "verify" and self.reference is None:
@@ -109,7 +120,8 @@ def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetPa
     """
     known_groups(config, *GROUPS)
     engine = settings(EngineSettings, config.engine, "engine")
-    plain = {str(key): config[key] for key in GROUPS if key != "engine" and key in config}
+    given = [key for key in GROUPS if key != "engine" and key in config and not OmegaConf.is_missing(config, key)]
+    plain = {key: config[key] for key in given}
     wanted = settings(ExportSettings, plain, "export")
     record(out, config)
     console = Console(soft_wrap=True)
@@ -117,11 +129,18 @@ def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetPa
         if load_target is None:
             raise ValueError("action=import needs the target's weights; run `headstart export import ...`")
         bring_in(wanted, out / "drafter", load_target, console)
+    elif wanted.action == "extract":
+        if load_target is None:
+            raise ValueError("action=extract needs the target's identity; run `headstart export extract ...`")
+        take_out(wanted, engine.name, Path(wanted.out or out / "drafter"), load_target, console)
     elif wanted.action == "lint":
         check(wanted, engine.name, console)
     else:
         whole = read_drafter(Path(wanted.drafter_dir))
-        exported = write(wanted, whole, engine.name, out / engine.name, console)
+        if wanted.action == "stitch" and entry_for(engine.name, whole.declared.architecture).whole is None:
+            raise ValueError(f"{engine.name} has no target that holds a {whole.declared.architecture!r} head in it")
+        folder = Path(wanted.out) if wanted.out and wanted.action == "stitch" else out / engine.name
+        exported = write(wanted, whole, engine.name, folder, console)
         if wanted.action == "verify":
             prove(wanted, engine, exported, target_path(wanted, whole), console)
 
@@ -135,7 +154,10 @@ def target_path(wanted: ExportSettings, whole: Whole) -> str:
 def write(wanted: ExportSettings, whole: Whole, engine: str, folder: Path, console: Console) -> Exported:
     """Export for one engine and print its serve command."""
     path = target_path(wanted, whole)
-    source = Source(whole, path, DTYPES[wanted.dtype or whole.declared.dtype], lambda: target_head(path))
+    if wanted.dtype is not None and entry_for(engine, whole.declared.architecture).whole is not None:
+        raise ValueError(f"dtype={wanted.dtype}: a head stitched into its target has the target's dtype; leave it null")
+    dtype, link = DTYPES[wanted.dtype or whole.declared.dtype], wanted.action == "verify"
+    source = Source(whole, path, dtype, lambda: target_head(path), link)
     exported = export_engine(source, engine, folder)
     console.print(f"{engine}: {exported.folder}")
     for note in exported.notes:
@@ -182,6 +204,20 @@ def prove(wanted: ExportSettings, engine: EngineSettings, exported: Exported, pa
     )
     if not found.agrees:
         raise SystemExit(f"acceptance differs by {found.difference:+.1%}, more than {wanted.tolerance:.1%}")
+
+
+def take_out(
+    wanted: ExportSettings, engine: str, folder: Path, load_target: Callable[[str], TargetParts], console: Console
+) -> None:
+    """Write the target's native head as our own folder, in the states that `engine` serves."""
+    path = str(wanted.target_path)
+    if find_native(Checkpoint.open(path)) is None:
+        raise ValueError(f"{path} has no native MTP head; train a fresh one and stitch it in")
+    target = load_target(path)
+    found = extract(Path(path), folder, target.config, target.identity or {}, engine=engine, num_slots=wanted.num_slots)
+    for note in found.notes:
+        console.print(f"  {note}", markup=False)
+    console.print(f"drafter: {found.folder} ({CONFIG} of format {FORMAT})")
 
 
 def bring_in(wanted: ExportSettings, folder: Path, load_target: Callable[[str], TargetParts], console: Console) -> None:

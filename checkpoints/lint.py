@@ -2,7 +2,7 @@
 
 Most faults of exported heads never raise, they only accept less. So each is looked for in the files themselves, against
 what the engine is known to read (vLLM 0.32, SGLang 0.5.23, transformers 5.24). Here: EAGLE-3, and the parts that every
-family shares; checkpoints/lint_block.py has the block drafters.
+family shares; checkpoints/lint_block.py has the block drafters, native_lint.py targets with a native head.
 """
 
 from pathlib import Path
@@ -16,6 +16,7 @@ from checkpoints.layout import KNOWN, Head, num_features, read_head, stated_laye
 from checkpoints.lint_block import lint_block
 from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
 from checkpoints.lint_heads import lint_eagle1, lint_medusa, lint_model, lint_peagle
+from checkpoints.native_lint import carries_native, lint_native
 from drafters.contract import default_layers
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -33,6 +34,8 @@ def lint(folder: Path, engine: str, target: PretrainedConfig | None = None) -> l
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; allowed: {', '.join(ENGINES)}")
+    if carries_native(folder):
+        return _worst_first(lint_native(folder, engine))
     head = read_head(folder)
     if head.family == "block":
         found = lint_block(head, engine, target)
@@ -48,6 +51,10 @@ def lint(folder: Path, engine: str, target: PretrainedConfig | None = None) -> l
         found = [Finding("refused", "transformers runs block drafters alone")]
     else:
         found = _lint_eagle3(head, engine, target)
+    return _worst_first(found)
+
+
+def _worst_first(found: list[Finding]) -> list[Finding]:
     return sorted(found, key=lambda finding: ("refused", "wrong", "note").index(finding.level))
 
 

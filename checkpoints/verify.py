@@ -97,17 +97,16 @@ def verify(
     engine, needs = written["engine"], written["needs"]
     if written["speculative"] is None:
         raise ValueError(f"{export} is an export for {engine}, which is not run from here")
-    draft = {
-        **written["speculative"],
-        "model": str(Path(export).resolve()),
-        "num_speculative_tokens": reference.num_slots,
-    }
+    folder, whole = str(Path(export).resolve()), bool(written.get("whole"))
+    draft = {**written["speculative"], "num_speculative_tokens": reference.num_slots}
+    if not whole:
+        draft["model"] = folder
     longest = max(map(len, reference.prompts)) + reference.max_tokens + reference.num_slots + 1
 
     def run(name: str, speculative: dict[str, Any] | None) -> Run:
         return Run(
             name,
-            target_path,
+            folder if whole and speculative else target_path,
             reference.prompts,
             reference.max_tokens,
             longest,
