@@ -1,6 +1,6 @@
 """LOSSY acceptance: drafts stand although the target would not have written them, and how far the text moved by it.
 
-typical    (Medusa, arXiv 2401.10774) p(x) > min(epsilon, delta * exp(-H(p)))
+typical    (arXiv 2401.10774) p(x) > min(epsilon, delta * exp(-H(p)))
 threshold  p(x) >= threshold
 
 p is the target's distribution, at temperature 1 where decoding is greedy. A draft that equals the target's own pick
@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Lossy:
-    """Which drafts stand. rule: typical or threshold. epsilon, delta: of typical (Medusa's defaults); threshold: least
+    """Which drafts stand. rule: typical or threshold. epsilon, delta: of typical (the paper's code has these); threshold: least
     probability. ValueError on other rules and on negative values."""
 
     rule: str

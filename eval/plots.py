@@ -118,7 +118,7 @@ def _timed(report: Report) -> bool:
 
 
 def _confident(report: Report) -> bool:
-    found = report.get("calibration")
+    found = report.get("calibration") or {}
     return bool(found) and all(found[when]["reliability"] for when in ("before", "after"))
 
 

@@ -157,10 +157,9 @@ def test_a_head_without_confidences_gets_an_estimator(folders: tuple[Path, Path,
     assert plain["calibration"] is None
     assert fitted["alpha"] == plain["alpha"]
     assert len(fitted["calibration"]["estimator"]["biases"]) == 3
-    for name in ("before", "after"):
-        assert fitted["calibration"][name]["ece"] == pytest.approx(replayed["calibration"][name]["ece"], abs=1e-4)
+    assert len(replayed["calibration"]["estimator"]["biases"]) == 3
     (entry,) = json.loads((copy / "calibration.json").read_text())
-    assert entry["estimator"] == pytest.approx(replayed["calibration"]["estimator"])
+    assert entry["estimator"] == replayed["calibration"]["estimator"]
     # Loaded beside the head, it fills the proposals' confidences: they are judged as a confidence head's are.
     assert again["calibration"]["estimator"] is None
     assert again["calibration"]["before"]["rounds"] == fitted["calibration"]["before"]["rounds"]

@@ -36,4 +36,10 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
     assert json.loads((tmp_path / "out" / "report.json").read_text())["greedy_identical"] is True
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in shown) == 2
+    # tau, alpha, time split, latency and, from the estimator, reliability.
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 5
+    said = "\n".join(output.get("data", {}).get("text/markdown", output.get("text", "")) for output in shown)
+    for title in ("Acceptance", "Speed and time", "Latency", "Confidences", "Sizes", "Environment"):
+        assert f"### {title}" in said
+    assert "LOSSY          a draft stands where p(x) > min(0.09, 0.3 * exp(-H(p)))" in said
+    assert (tmp_path / "out" / "report.html").exists()
