@@ -201,19 +201,21 @@ def test_lossy_is_labelled_and_scored(folders: tuple[Path, Path, Path], tmp_path
 
 def test_turns_are_asked_with_the_targets_own_answers(target: Target) -> None:
     """Two turns: the second prompt is user, the target's greedy answer without its end of turn, user, as rendered."""
-    prompt = Prompt("m", "chat", [{"role": "user", "content": "hi"}], ["and then?"])
+    prompt = Prompt("m", "chat", [{"role": "user", "content": "json!"}], ["and then?"])
     settings = EvalSettings(max_new_tokens=6)
     report = evaluate(target, head(target), [prompt, PROMPTS[0]], settings)
     assert (report.whole.prompts, report.whole.turns, report.parts["chat"].turns) == (2, 3, 2)
-    first = target.tokenizer("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    first = target.tokenizer("<|im_start|>user\njson!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     answer = generate(target, None, [first], settings.plain_decoding())[0].tokens
+    assert len(answer) > 1
     said = target.tokenizer.decode([token for token in answer if token > 3])
     second = target.tokenizer(
-        f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
+        f"<|im_start|>user\njson!<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
         "<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n"
     )["input_ids"]
     recording = record_answers(target, questions(target, [prompt], settings), 6)
     assert [question.ids for question in recording.questions] == [first, second]
+    assert report.parts["chat"].acceptance.rounds > 0
     own = [generate(target, head(target), [ids], settings.decoding(head(target)))[0] for ids in (first, second)]
     assert report.parts["chat"].acceptance.rounds == sum(len(one.emitted) for one in own)
     assert report.parts["chat"].acceptance.tokens == sum(map(len, recording.answers))
