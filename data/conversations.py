@@ -24,11 +24,13 @@ T = TypeVar("T", "Prompt", "Conversation")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target is asked. messages end before the answer."""
+    """What the target is asked. messages end before the answer. later: what the user says after each answer, in turn;
+    empty for a prompt of one turn."""
 
     id: str
     domain: str
     messages: list[dict[str, Any]]
+    later: list[str] = field(default_factory=list)
 
 
 @dataclass

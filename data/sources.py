@@ -165,16 +165,22 @@ def _ids(value: dict[str, Any], name: str) -> list[int]:
 
 def _dataset(settings: SourceSettings) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of a Hugging Face dataset by name, or of one local file in a format that `datasets` reads."""
+    loaded = load_rows(str(settings.path), settings.subset, settings.split, settings.revision)
+    for index, row in enumerate(loaded):
+        yield f"{settings.path}[{settings.split}] row {index}", row
+
+
+def load_rows(name: str, subset: str | None, split: str, revision: str | None) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset by its hub name, or of a local file in a format that `datasets` reads; ValueError when there is
+    no such file."""
     import datasets  # imports pyarrow and pandas: slow, and needed here only
 
-    path = Path(str(settings.path))
+    path = Path(name)
     if path.suffix in FILE_READERS:
         if not path.exists():
             raise ValueError(f"data.path {path} does not exist")
         loaded = datasets.load_dataset(FILE_READERS[path.suffix], data_files=str(path), split="train")
     else:
-        loaded = datasets.load_dataset(
-            str(settings.path), settings.subset, split=settings.split, revision=settings.revision
-        )
-    for index, row in enumerate(loaded):
-        yield f"{settings.path}[{settings.split}] row {index}", dict(row)
+        loaded = datasets.load_dataset(name, subset, split=split, revision=revision)
+    for row in loaded:
+        yield dict(row)

@@ -242,11 +242,13 @@ class Proposal:
     tokens [R, K] int64 target ids. probs [R, K, V] float: the exact distribution each token was drawn from, after
     temperature, top-k and top-p; None when the tokens were chosen, not drawn (greedy, or by noise). confidences
     [R, K] float in [0, 1] or None: estimated conditional acceptance.
+    peaks [R, K] float or None: q_max of each slot (see drafters.drafting.peaks), where a caller noted it.
     """
 
     tokens: Tensor
     probs: Tensor | None = None
     confidences: Tensor | None = None
+    peaks: Tensor | None = None
 
 
 Coupling = Literal["rejection", "same_noise", "same_noise_ranked"]
@@ -275,6 +277,8 @@ class Drafter(nn.Module, ABC):
     mask_token: int | None = None
     anchors_per_row: int | None = None
     follows_drafts: bool = True
+    # Confidences [R, K] from peaks [R, K], fitted afterwards and loaded beside a head that gives none of its own.
+    estimator: Callable[[Tensor], Tensor] | None = None
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

@@ -1,9 +1,39 @@
 """What drafters share when they draft: choosing a token with its exact distribution, and a state's caches."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
 from torch import Tensor
 
 from drafters.sampling import DRAFT_STREAM, Sampling, counter_uniform, draw
 from drafters.vocabulary import DraftVocabulary
+
+_PEAKS: ContextVar[list[Tensor] | None] = ContextVar("peaks", default=None)
+
+
+@contextmanager
+def peaks() -> Iterator[list[Tensor]]:
+    """Note q_max of every `choose` inside: the largest probability [...] of the distribution it drew from, or, when
+    greedy, of the softmax of its logits. It does not depend on the token that was drawn. What it costs is paid by those
+    who ask."""
+    found: list[Tensor] = []
+    token = _PEAKS.set(found)
+    try:
+        yield found
+    finally:
+        _PEAKS.reset(token)
+
+
+def slot_peaks(found: list[Tensor], tokens: Tensor) -> Tensor | None:
+    """What `peaks` noted during a proposal of tokens [R, K], by slot [R, K]; None when the drafter did not choose every
+    slot once by `choose`."""
+    if len(found) == 1 and found[0].shape == tokens.shape:
+        return found[0]
+    if len(found) == tokens.shape[1] and all(one.shape == tokens.shape[:1] for one in found):
+        return torch.stack(found, 1)
+    return None
 
 
 def choose(
@@ -20,6 +50,8 @@ def choose(
     greedy, where the choice is deterministic. stream: of the random numbers.
     """
     ids = vocabulary.ids_on(logits.device)
+    if (noted := _PEAKS.get()) is not None:
+        noted.append((logits.float().softmax(-1) if sampling.greedy else sampling.probs(logits)).amax(-1))
     if sampling.greedy:
         return ids[logits.argmax(-1)], None
     narrow = sampling.probs(logits)

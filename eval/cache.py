@@ -98,6 +98,11 @@ class RowCache:
     def layers(self) -> list[BufferedLayer]:
         return self.cache.layers  # type: ignore[return-value]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of all layers."""
+        return sum(buffer.nbytes for layer in self.layers for buffer in layer._buffers or ())
+
     def mask(self, new: int) -> Tensor:
         """Attention mask [R, width + new] for `new` tokens to come in every row."""
         return torch.cat([self.visible, self.visible.new_ones(len(self.visible), new)], 1)

@@ -1,27 +1,29 @@
-"""Do confidences mean what they say? Calibration error, Brier score, and temperatures that make them honest.
+"""Do confidences mean what they say? Reliability, calibration error, AUC, Brier score, and what makes them honest.
 
 A confidence c_k estimates that slot k is accepted, given that slots 1..k-1 were; its running product c_1 * .. * c_k is
 then the chance that the whole prefix survives, which is what a scheduler cuts proposals by. Sequential temperature
 scaling (arXiv 2607.05147) gives each slot a temperature T_k, left to right: sigmoid(logit(c_k) / T_k) makes the
-calibration error of the running product least, earlier slots' temperatures fixed.
+calibration error of the running product least, earlier slots' temperatures fixed. Heads without confidences get an
+estimator from q_max first (eval.estimator); both are kept in calibration.json beside the head.
 
 Letters in shapes: N rounds, K slots.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from checkpoints.files import read_json, write_json
+from drafters.contract import Drafter
 from eval.decoder import Generation
+from eval.estimator import EDGE, Estimator, fit_estimator
 
 FILE = "calibration.json"
 BINS = 15
-EDGE = 1e-6  # confidences are kept this far from 0 and 1, where a logit is infinite
 # T = 0.05 .. 20, the same number of steps on either side of 1.
 GRID = tuple(20 ** (step / 80) for step in range(-80, 81))
 
@@ -34,13 +36,47 @@ def expected_calibration_error(confidences: Tensor, happened: Tensor, bins: int 
     if confidences.numel() == 0:
         return 0.0
     confidences = confidences.double()
+    # (n_b / N) * |mean of happened - mean of confidence| is |sum of the differences| / N.
+    gaps = torch.zeros(bins, dtype=torch.float64)
+    gaps = gaps.index_add_(0, _places(confidences, bins), happened.double() - confidences)
+    return float(gaps.abs().sum()) / confidences.numel()
+
+
+def reliability(confidences: Tensor, happened: Tensor, bins: int = BINS) -> list[dict[str, float]]:
+    """The reliability diagram: {"confidence": mean, "happened": share, "count"} of every equal-width bin that holds
+    events, in ascending order. Arguments as in `expected_calibration_error`."""
+    confidences = confidences.double()
+    place = _places(confidences, bins)
+    rows = []
+    for index in place.unique().tolist():  # ascending
+        own = place == index
+        mean, share = float(confidences[own].mean()), float(happened[own].double().mean())
+        rows.append({"confidence": mean, "happened": share, "count": int(own.sum())})
+    return rows
+
+
+def auc(confidences: Tensor, happened: Tensor) -> float | None:
+    """Chance that an event that happened has a higher confidence than one that did not; ties count one half. Both [N].
+
+    None unless both kinds are there.
+    """
+    happened = happened.bool()
+    yes, no = int(happened.sum()), int((~happened).sum())
+    if yes == 0 or no == 0:
+        return None
+    # Rank sum (Mann and Whitney): equal confidences share the mean of their ranks.
+    _, place, counts = confidences.double().unique(sorted=True, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    ranks = (last - (counts.double() - 1) / 2)[place]
+    return float((ranks[happened].sum() - yes * (yes + 1) / 2) / (yes * no))
+
+
+def _places(confidences: Tensor, bins: int) -> Tensor:
+    """Which bin [N]; ValueError when a confidence lies outside [0, 1]."""
     if not bool(((confidences >= 0) & (confidences <= 1)).all()):
         low, high = float(confidences.min()), float(confidences.max())
         raise ValueError(f"confidences must lie in [0, 1], got {low:g}..{high:g}")
-    place = (confidences * bins).long().clamp_max(bins - 1)
-    # (n_b / N) * |mean of happened - mean of confidence| is |sum of the differences| / N.
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, happened.double() - confidences)
-    return float(gaps.abs().sum()) / confidences.numel()
+    return (confidences * bins).long().clamp_max(bins - 1)
 
 
 def brier(confidences: Tensor, happened: Tensor) -> float:
@@ -61,13 +97,16 @@ class Rounds:
     answer: Tensor
 
     @classmethod
-    def of(cls, generations: Iterable[Generation]) -> Self | None:
-        """Rounds of drafted answers; None when the drafter gave no confidences."""
+    def of(
+        cls, generations: Iterable[Generation], what: Literal["confidences", "peaks"] = "confidences"
+    ) -> Self | None:
+        """Rounds of drafted answers; None when the drafter gave no confidences. what: peaks takes q_max for them."""
         rows, counts = [], []
         for index, one in enumerate(generations):
-            rows += one.confidences
+            given = getattr(one, what)
+            rows += given
             counts += [
-                (a, p, index) for a, p, _ in zip(one.accepted, one.proposed, one.confidences, strict=False)
+                (a, p, index) for a, p, _ in zip(one.accepted, one.proposed, given, strict=False)
             ]  # a drafter that gives none leaves the third list empty
         if not rows:
             return None
@@ -100,36 +139,46 @@ class Rounds:
         """The same rounds with calibrated confidences."""
         return replace(self, confidences=calibrated(self.confidences, temperatures))
 
+    def estimated(self, estimator: Estimator) -> Self:
+        """Rounds whose confidences were q_max, with the estimator's instead."""
+        return replace(self, confidences=estimator(self.confidences))
+
 
 @dataclass(frozen=True)
 class Quality:
     """How far confidences are from what happened.
 
-    ece, brier: of single slots, given that the slots before were accepted. ece_prefix [K]: of the running product up to
-    each slot. rounds: how many were looked at.
+    ece, brier, auc, reliability: of single slots, given that the slots before were accepted (auc None when all were, or
+    none). ece_prefix [K]: of the running product up to each slot. rounds: how many were looked at.
     """
 
     ece: float
     brier: float
     ece_prefix: list[float]
     rounds: int
+    auc: float | None = None
+    reliability: list[dict[str, float]] = field(default_factory=list)
 
     @classmethod
     def of(cls, rounds: Rounds) -> Self:
         confidence, happened = rounds.conditional()
         prefixes = [expected_calibration_error(*rounds.prefix(k)) for k in range(1, rounds.num_slots + 1)]
-        return cls(expected_calibration_error(confidence, happened), brier(confidence, happened), prefixes, len(rounds))
+        ece, score = expected_calibration_error(confidence, happened), brier(confidence, happened)
+        ranking, diagram = auc(confidence, happened), reliability(confidence, happened)
+        return cls(ece, score, prefixes, len(rounds), ranking, diagram)
 
 
 @dataclass(frozen=True)
 class Calibration:
     """temperatures [K] and what they do. before, after: on answers that took no part in the fit when `held_out`; a
-    single answer serves both."""
+    single answer serves both. estimator: of a head without confidences, whose `before` takes q_max for them and whose
+    temperatures come after the estimator."""
 
     temperatures: list[float]
     before: Quality
     after: Quality
     held_out: bool
+    estimator: Estimator | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -155,13 +204,27 @@ def fit_temperatures(rounds: Rounds) -> list[float]:
     return chosen
 
 
-def calibrate(rounds: Rounds) -> Calibration:
-    """Fit on every second answer, look at the others: an honest `after`. A lone answer serves both."""
+def calibrate(rounds: Rounds, estimate: bool = False) -> Calibration:
+    """Fit on every second answer, look at the others: an honest `after`. A lone answer serves both. estimate: the
+    rounds hold q_max in place of confidences, and an estimator is fitted first."""
     odd = rounds.answer % 2 == 1
     held_out = bool(odd.any()) and not bool(odd.all())
     fitted, seen = (rounds.where(~odd), rounds.where(odd)) if held_out else (rounds, rounds)
+    estimator, better = None, seen
+    if estimate:
+        estimator = fit_estimator(fitted.confidences, fitted.accepted, fitted.proposed)
+        fitted, better = fitted.estimated(estimator), seen.estimated(estimator)
     temperatures = fit_temperatures(fitted)
-    return Calibration(temperatures, Quality.of(seen), Quality.of(seen.scaled(temperatures)), held_out)
+    return Calibration(temperatures, Quality.of(seen), Quality.of(better.scaled(temperatures)), held_out, estimator)
+
+
+def calibrate_generations(generations: Iterable[Generation]) -> Calibration | None:
+    """Of drafted answers: of the drafter's own confidences, else of q_max; None when neither was recorded."""
+    generations = list(generations)
+    if (own := Rounds.of(generations)) is not None:
+        return calibrate(own)
+    noted = Rounds.of(generations, "peaks")
+    return None if noted is None else calibrate(noted, estimate=True)
 
 
 def calibrated(confidences: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -190,8 +253,29 @@ def save_calibration(folder: Path, found: Calibration, sampling: dict[str, Any])
 
 def load_temperatures(folder: Path, sampling: dict[str, Any]) -> list[float]:
     """Temperatures [K] saved beside a head for this way of sampling; ValueError when there are none."""
+    return list(_entry(folder, sampling)["temperatures"])
+
+
+def load_estimator(folder: Path, sampling: dict[str, Any]) -> Estimator | None:
+    """The estimator saved beside a head for this way of sampling; None when the head was calibrated without one.
+    ValueError when it was not calibrated for it."""
+    saved = _entry(folder, sampling).get("estimator")
+    return None if saved is None else Estimator(**saved)
+
+
+def _entry(folder: Path, sampling: dict[str, Any]) -> dict[str, Any]:
     path = Path(folder) / FILE
     for entry in read_json(path):
         if entry["sampling"] == sampling:
-            return list(entry["temperatures"])
+            return entry
     raise ValueError(f"{path} has no temperatures for {sampling}")
+
+
+def attach_estimator(drafter: Drafter, folder: Path, sampling: dict[str, Any]) -> bool:
+    """Let a head fill its proposals' confidences by the estimator saved beside it for this way of sampling; False when
+    there is none."""
+    path = Path(folder) / FILE
+    if not path.exists() or all(entry["sampling"] != sampling for entry in read_json(path)):
+        return False
+    drafter.estimator = load_estimator(folder, sampling)
+    return drafter.estimator is not None

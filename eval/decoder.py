@@ -26,6 +26,8 @@ from data.target import Features, Target
 from drafters.contract import Coupling, Drafter, Proposal
 from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform, draw
 from eval.cache import RowCache, check_cacheable
+from eval.drafted import draft, stored_bytes
+from eval.lossy import Lossy, verify_lossy
 from eval.verification import Verdict, take_all, verify, verify_greedy, verify_same_noise
 
 Verification = Coupling | Literal["none"]
@@ -40,6 +42,9 @@ class DecodeSettings:
     batch_size: requests decoded together. sampling: applied to target and drafter alike. seed: of all random numbers.
     verification: of sampled proposals, null for the drafter's own coupling; "none" keeps every drafted token, greedy
     ones too, and is LOSSY. ValueError on values below 1 or an unknown verification.
+
+    lossy: a rule that keeps drafts the target would not have written (None: lossless). peaks: also record the drafter's
+    q_max by slot.
     """
 
     num_slots: int = 5
@@ -48,6 +53,8 @@ class DecodeSettings:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     verification: Verification | None = None
+    lossy: Lossy | None = None
+    peaks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_new_tokens", "batch_size"):
@@ -73,7 +80,9 @@ class Generation:
     emitted: tokens of each round that stand in `tokens`. accepted: how many of those were drafted. proposed: slots that
     were scored: K, or, where the answer ended at an accepted draft (end of turn or max_new_tokens), the slots up to it.
     verified: drafts that verification accepted in each round before the answer's end cut it; engines count these.
-    confidences: the drafter's own estimates by slot, one list of K a round; empty when it gives none.
+    confidences: the drafter's own estimates by slot, one list of K a round; empty when it gives none. peaks: q_max by
+    slot in the same shape, when asked for. arrivals: seconds after its group's start at which the host had its first
+    token and then each round's.
     stopped: whether an end of turn ended it.
     """
 
@@ -83,14 +92,20 @@ class Generation:
     proposed: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
     confidences: list[list[float]] = field(default_factory=list)
+    peaks: list[list[float]] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
     stopped: bool = False
 
 
 class Clock:
-    """Seconds by stage: prefill, draft, verify, rest. `device` is waited for at the stages' edges when it is a GPU."""
+    """Seconds by stage: prefill, draft, verify, rest. `device` is waited for at the stages' edges when it is a GPU.
+
+    sizes: the most bytes that a group's target cache and drafter state held.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.seconds: dict[str, float] = dict.fromkeys(("prefill", "draft", "verify", "rest"), 0.0)
+        self.sizes: dict[str, int] = {}
         self._device = torch.device(device)
 
     @contextmanager
@@ -101,6 +116,10 @@ class Clock:
             yield
         finally:
             self.seconds[name] += self._now() - started
+
+    def hold(self, name: str, size: int) -> None:
+        """Keep the largest size in bytes of a name."""
+        self.sizes[name] = max(size, self.sizes.get(name, 0))
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -178,6 +197,7 @@ class _Group:
 
     def run(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
         device = self.target.device
+        self.began = time.perf_counter()
         self.results = results
         self.alive = list(range(len(prompts)))  # rows of the drafter's state that still run, in the order of the cache
         self.all_seeds = torch.tensor(seeds, device=device)
@@ -189,6 +209,7 @@ class _Group:
         with self.timed("rest"):
             for result, token in zip(results, first, strict=True):
                 self._append(result, [token])
+                result.arrivals.append(time.perf_counter() - self.began)
         with self.timed("draft"):
             if self.drafter is not None and not all(map(self._ended, results)):
                 capacity = max(map(len, prompts)) + self.settings.max_new_tokens + self.num_slots + 1
@@ -202,6 +223,8 @@ class _Group:
         while self.alive:
             self._round()
             self._report()
+        if self.clock is not None and self.drafter is not None and hasattr(self, "state"):
+            self.clock.hold("drafter_state", stored_bytes(self.state))
 
     def _report(self) -> None:
         """Tell the watcher what came since the last time."""
@@ -274,12 +297,17 @@ class _Group:
             # The round's one wait for the device: what was emitted, and how much of it was drafted.
             found = torch.cat([verdict.accepted[:, None], verdict.tokens], 1).tolist()
         with self.timed("rest"):
+            arrived = time.perf_counter() - self.began
+            if self.clock is not None:
+                self.clock.hold("target_cache", self.cache.nbytes)
             accepted = [row[0] for row in found]
             for row, result_row in zip(found, self.alive, strict=True):
                 self._record(self.results[result_row], row[1 : row[0] + 2], row[0])
-            if proposal.confidences is not None:
-                for given, result_row in zip(proposal.confidences.tolist(), self.alive, strict=True):
-                    self.results[result_row].confidences.append(given)
+                self.results[result_row].arrivals.append(arrived)
+            for name, values in (("confidences", proposal.confidences), ("peaks", proposal.peaks)):
+                if values is not None:
+                    for given, result_row in zip(values.tolist(), self.alive, strict=True):
+                        getattr(self.results[result_row], name).append(given)
             self.cache.keep([count + 1 for count in accepted], num_slots + 1)
             self.anchors = verdict.tokens.gather(1, verdict.accepted[:, None]).squeeze(1).to(device)
             running = any(not self._ended(self.results[row]) for row in self.alive)
@@ -294,13 +322,15 @@ class _Group:
         if self.drafter is None:
             return Proposal(self.anchors.new_empty(len(self.anchors), 0))
         seeds = self.all_seeds.to(self.like.device)
-        proposal = self.drafter.propose(self.state, self.num_slots, self.settings.sampling, seeds)
-        tokens, probs, confidences = proposal.tokens, proposal.probs, proposal.confidences
+        settings = self.settings
+        proposal = draft(self.drafter, self.state, self.num_slots, settings.sampling, seeds, settings.peaks)
+        parts = [proposal.tokens, proposal.probs, proposal.confidences, proposal.peaks]
         if len(self.alive) < len(self.all_seeds):
-            rows = torch.tensor(self.alive, device=tokens.device)
-            tokens, probs = tokens[rows], None if probs is None else probs[rows]
-            confidences = None if confidences is None else confidences[rows]
-        return Proposal(tokens.to(self.target.device), probs, confidences)
+            rows = torch.tensor(self.alive, device=proposal.tokens.device)
+            parts = [None if part is None else part[rows] for part in parts]
+        tokens, *others = parts
+        assert tokens is not None
+        return Proposal(tokens.to(self.target.device), *others)
 
     def _verify(self, last: Tensor, proposal: Proposal, positions: Tensor) -> Verdict:
         """last [R, K+1, D], anchors at positions [R]."""
@@ -309,6 +339,9 @@ class _Group:
         sampling = self.settings.sampling
         if self.verification == "none" and self.drafter is not None:
             return take_all(tokens)
+        if self.settings.lossy is not None and self.drafter is not None:
+            seeds, positions = self.seeds.to(logits.device), positions.to(logits.device)
+            return verify_lossy(logits, tokens, self.settings.lossy, sampling, seeds, positions)
         if sampling.greedy:
             return verify_greedy(logits.argmax(-1), tokens)
         if self.verification != "rejection":

@@ -1,42 +1,50 @@
 """Measure a drafter: acceptance, speed against the same loop without it, and whether the output stays the target's own.
 
-    headstart eval drafter_dir=... target=smollm2 prompts=builtin|FILE.jsonl num_slots=5 max_new_tokens=128
+    headstart eval drafter_dir=... target=smollm2 prompts=builtin|SUITE|FILE.jsonl num_slots=5 max_new_tokens=128
     python -m eval.evaluate ...
 
 `replay=true` measures greedy tau alone, against the target's recorded answers: fast, and without speed (eval.replay).
 Prompts are rendered by the target's chat template. Each domain is decoded by itself, so that speed is known by domain.
 """
 
-import hashlib
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
+from checkpoints.files import read_json
 from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, machine, record, settings
 from data.chat import Template
-from data.conversations import Prompt, read_prompts
-from data.sources import SourceSettings, read_jsonl
+from data.conversations import Prompt
+from data.suites import load_prompts
 from data.target import Target, TargetSettings
-from drafters.contract import Drafter
+from drafters.contract import Coupling, Drafter
 from drafters.sampling import Sampling
-from eval.calibration import Calibration, Rounds, calibrate, save_calibration
-from eval.decoder import Clock, DecodeSettings, Generation, Verification, generate
+from eval.calibration import attach_estimator, calibrate_generations, save_calibration
+from eval.decoder import DecodeSettings, generate
+from eval.latency import latency
 from eval.lossless import Difference, compare
-from eval.metrics import Acceptance, Work, acceptance, speed
+from eval.lossy import RULES, Agreement, Lossy, agreement
+from eval.metrics import Acceptance, acceptance, speed
+from eval.page import PAGE
+from eval.passes import Pass, TurnDecoder
 from eval.progress import Watch
 from eval.recording import Question, kept
 from eval.replayed import Replayed, measure_replay
-from eval.report import Part, Report
+from eval.report import Part, Report, beside
+from eval.turns import Turns
 
-WARM_UP_TOKENS = 8
+OPTIONS = ("replay", "recording", "calibrate", "predicted", "pareto")
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,9 @@ class EvalSettings:
     num_slots: tokens drafted per round, null for the drafter's own. max_new_tokens, batch_size, seed: of decoding.
     temperature (0 = greedy), top_k, top_p: on target and drafter alike. baseline: also decode without the drafter.
     limit: prompts of each domain, null for all. thinking: the chat template's thinking choice, null for its default.
-    verification: of sampled proposals, rejection or same_noise; null for the drafter's own coupling.
+    verification: of sampled proposals, rejection or same_noise; null for the drafter's own coupling. typical or
+    threshold keep drafts by eval.lossy.Lossy with epsilon, delta and threshold, which is LOSSY. peaks: record q_max by
+    slot, for an estimator of heads without confidences.
     """
 
     num_slots: int | None = None
@@ -59,11 +69,23 @@ class EvalSettings:
     seed: int = 0
     limit: int | None = None
     thinking: bool | None = None
-    verification: Verification | None = None
+    verification: str | None = None
+    epsilon: float = 0.09
+    delta: float = 0.3
+    threshold: float = 0.3
+    peaks: bool = False
 
     def __post_init__(self) -> None:
-        if self.verification == "none":
-            raise ValueError("verification=none is lossy: python -m eval.pushforward measures it")
+        allowed = (*get_args(Coupling), *RULES)
+        if self.verification is not None and self.verification not in allowed:
+            raise ValueError(f"verification must be null, {', '.join(allowed)}, got {self.verification!r}")
+
+    @property
+    def lossy(self) -> Lossy | None:
+        """The rule of a lossy verification; None for a lossless one."""
+        if self.verification not in RULES:
+            return None
+        return Lossy(self.verification, self.epsilon, self.delta, self.threshold)
 
     @property
     def sampling(self) -> Sampling:
@@ -76,34 +98,18 @@ class EvalSettings:
     def decoding(self, drafter: Drafter) -> DecodeSettings:
         """Settings of the decoding loop; ValueError on values out of range."""
         slots = self.num_slots if self.num_slots is not None else drafter.num_slots
-        made = DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed, self.verification)
-        return replace(made, verification=made.verified_by(drafter))
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """Answers without a drafter, and the work they took, of one domain. rendered, settings: what was decoded, how."""
-
-    rendered: list[list[int]]
-    settings: DecodeSettings
-    answers: list[Generation]
-    work: Work
+        lossless = None if self.lossy is not None else cast(Coupling | None, self.verification)
+        made = DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed, lossless)
+        return replace(made, verification=made.verified_by(drafter), lossy=self.lossy, peaks=self.peaks)
 
 
 @dataclass
 class _Answers:
-    """A domain's prompts, rendered, and their answers with and without the drafter."""
+    """A domain's answers with the drafter and, unless it was left out, without."""
 
     domain: str
-    ids: list[str]
-    rendered: list[list[int]]
-    drafted: list[Generation]
-    work: Work
-    plain: list[Generation] | None = None
-    plain_work: Work | None = None
-
-    def part(self, num_slots: int) -> Part:
-        return Part(len(self.ids), acceptance(self.drafted, num_slots), speed(self.work, self.plain_work))
+    drafted: Pass
+    plain: Pass | None = None
 
 
 def measure_acceptance(
@@ -134,7 +140,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     settings: EvalSettings,
     console: Console | None = None,
-    plain: Mapping[str, Baseline] | None = None,
+    plain: Mapping[str, Pass] | None = None,
 ) -> Report:
     """Decode all prompts with and (baseline) without the drafter in this process; figures overall and by domain.
 
@@ -143,59 +149,58 @@ def evaluate(
     """
     prompts = checked(prompts, settings)
     decoding, plain = settings.decoding(drafter), dict(plain or {})
+    if decoding.lossy is not None and not settings.baseline:
+        raise ValueError("a lossy verification is scored against the target's own text: baseline must be true")
     started = time.perf_counter()
-    rendered = render(target, prompts, settings)
+    decoder = TurnDecoder(target, settings.thinking)
     fresh = settings.baseline and not plain
-    _warm_up(target, (drafter, None) if fresh else (drafter,), rendered[prompts[0].id], decoding)
+    decoder.warm_up((drafter, None) if fresh else (drafter,), prompts[0], decoding)
     done: list[_Answers] = []
     seconds = {"prepare": time.perf_counter() - started}
-    with Watch(len(prompts) * (2 if fresh else 1), console) as watch:
+    with Watch(_answers_of(prompts) * (2 if fresh else 1), console) as watch:
         for domain, own in by_domain(prompts).items():
-            watch.pass_ = f"{domain}, with the drafter"
-            answers = _decode(target, drafter, own, rendered, decoding, watch)
             if fresh:
                 watch.pass_ = f"{domain}, without"
-                plain[domain] = _decode_plain(target, own, rendered, settings.plain_decoding(), watch)
-            if settings.baseline:
-                _join(answers, plain[domain], settings.plain_decoding())
-            done.append(answers)
-    seconds["drafter"] = sum(sum(one.work.seconds.values()) for one in done)
+                plain[domain] = decoder.decode(None, own, settings.plain_decoding(), watch)
+            known = _own(decoder, domain, own, plain[domain], settings) if settings.baseline else None
+            watch.pass_ = f"{domain}, with the drafter"
+            done.append(_Answers(domain, decoder.decode(drafter, own, decoding, watch, known), known))
+    seconds["drafter"] = sum(sum(one.drafted.work.seconds.values()) for one in done)
     if settings.baseline:
-        seconds["baseline"] = sum(sum(one.plain_work.seconds.values()) for one in done if one.plain_work)
+        seconds["baseline"] = sum(sum(one.plain.work.seconds.values()) for one in done if one.plain)
     started = time.perf_counter()
-    differences = _differences(target, done) if settings.baseline and decoding.sampling.greedy else None
+    comparable = settings.baseline and decoding.sampling.greedy and decoding.lossy is None
+    differences = _differences(target, done) if comparable else None
+    lossy = None if decoding.lossy is None else (decoding.lossy, _agreement(target, done, decoding))
     seconds["compare"] = time.perf_counter() - started
     return Report(
-        whole=_whole(done, decoding.num_slots),
-        parts={one.domain: one.part(decoding.num_slots) for one in done},
+        whole=_part(done, decoding.num_slots),
+        parts={one.domain: _part([one], decoding.num_slots) for one in done},
         num_slots=decoding.num_slots,
         differences=differences,
         seconds=seconds,
         example=_example(target, done[0]),
-        calibration=_calibration(done),
+        calibration=calibrate_generations(generation for one in done for generation in one.drafted.answers),
         noise_identical=_noise_identical(done, decoding),
-        settings=asdict(settings)
-        | {"num_slots": decoding.num_slots, "dtype": str(target.dtype).removeprefix("torch.")}
-        | {"verification": decoding.verification},
-        target=dict(target.identity),
-        drafter=drafter_words(drafter),
-        machine=machine(),
+        sizes=drafter_sizes(drafter) | _largest([one.drafted.sizes for one in done]),
+        lossy=lossy,
+        **about(target, drafter, settings, decoding.num_slots, decoding.verification),
     )
 
 
 def baselines(
     target: Target, prompts: Sequence[Prompt], settings: EvalSettings, console: Console | None = None
-) -> dict[str, Baseline]:
+) -> dict[str, Pass]:
     """Decode all prompts without a drafter, by domain: once for all drafters that `evaluate` then measures in this
     process."""
     prompts = checked(prompts, settings)
-    decoding, rendered = settings.plain_decoding(), render(target, prompts, settings)
-    _warm_up(target, (None,), rendered[prompts[0].id], decoding)
+    decoding, decoder = settings.plain_decoding(), TurnDecoder(target, settings.thinking)
+    decoder.warm_up((None,), prompts[0], decoding)
     found = {}
-    with Watch(len(prompts), console) as watch:
+    with Watch(_answers_of(prompts), console) as watch:
         for domain, own in by_domain(prompts).items():
             watch.pass_ = f"{domain}, without"
-            found[domain] = _decode_plain(target, own, rendered, decoding, watch)
+            found[domain] = decoder.decode(None, own, decoding, watch)
     return found
 
 
@@ -216,10 +221,9 @@ def render(target: Target, prompts: Sequence[Prompt], settings: EvalSettings) ->
 
 
 def questions(target: Target, prompts: Sequence[Prompt], settings: EvalSettings) -> list[Question]:
-    """The prompts to measure on as a recording asks them."""
-    chosen = checked(prompts, settings)
-    rendered = render(target, chosen, settings)
-    return [Question(prompt.domain, rendered[prompt.id]) for prompt in chosen]
+    """The prompts to measure on as a recording asks them, turn by turn."""
+    turns = Turns(target, settings.thinking)
+    return [turns.question(request) for request in turns.first(checked(prompts, settings))]
 
 
 def by_domain(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
@@ -241,139 +245,135 @@ def limited(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     return kept
 
 
-def load_prompts(name: str) -> list[Prompt]:
-    """builtin (the shipped held-out set) or a JSONL file.
-
-    Rows are {"id", "domain", "messages"}, or Spec-Bench's {"question_id", "category", "turns"}, of which the first turn
-    is asked. ValueError names file and line of any other row.
-    """
-    if name == "builtin":
-        return read_prompts(SourceSettings("builtin"), part="heldout")
-    first = next(read_jsonl(Path(name)), None)
-    if first is None:
-        raise ValueError(f"{name} holds no prompts")
-    if "turns" not in first[1] or "messages" in first[1]:
-        return read_prompts(Path(name))
-    prompts = []
-    for where, row in read_jsonl(Path(name)):
-        turns = row.get("turns")
-        if "question_id" not in row or not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-            raise ValueError(f"{where}: a Spec-Bench row needs question_id, category and turns, a list of texts")
-        messages = [{"role": "user", "content": turns[0]}]
-        prompts.append(Prompt(str(row["question_id"]), str(row.get("category", "all")), messages))
-    return prompts
+def _own(decoder: TurnDecoder, domain: str, prompts: Sequence[Prompt], plain: Pass, settings: EvalSettings) -> Pass:
+    """A domain's baseline; ValueError when it is that of other prompts or settings."""
+    if plain.waves[0] != decoder.turns.first(prompts) or plain.settings != settings.plain_decoding():
+        raise ValueError(f"the baseline of {domain} was decoded from other prompts or with other settings")
+    return plain
 
 
-def prompt_seed(name: str, seed: int) -> int:
-    """A request's random seed: 62 bits of its id and the run's seed."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 2
-
-
-def _decode(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[Prompt],
-    rendered: dict[str, list[int]],
-    decoding: DecodeSettings,
-    watch: Watch,
-) -> _Answers:
-    ids = [prompt.id for prompt in prompts]
-    tokens, clock = [rendered[name] for name in ids], Clock(target.device)
-    seeds = [prompt_seed(name, decoding.seed) for name in ids]
-    drafted = generate(target, drafter, tokens, decoding, clock, seeds, watch)
-    return _Answers(prompts[0].domain, ids, tokens, drafted, Work.of(drafted, clock.seconds))
-
-
-def _decode_plain(
-    target: Target, prompts: list[Prompt], rendered: dict[str, list[int]], decoding: DecodeSettings, watch: Watch
-) -> Baseline:
-    tokens, clock = [rendered[prompt.id] for prompt in prompts], Clock(target.device)
-    seeds = [prompt_seed(prompt.id, decoding.seed) for prompt in prompts]
-    answers = generate(target, None, tokens, decoding, clock, seeds, watch)
-    return Baseline(tokens, decoding, answers, Work.of(answers, clock.seconds))
-
-
-def _join(answers: _Answers, plain: Baseline, decoding: DecodeSettings) -> None:
-    """Put a domain's baseline beside its answers; ValueError when it is that of other prompts or settings."""
-    if plain.rendered != answers.rendered or plain.settings != decoding:
-        raise ValueError(f"the baseline of {answers.domain} was decoded from other prompts or with other settings")
-    answers.plain, answers.plain_work = plain.answers, plain.work
-
-
-def _warm_up(target: Target, drafters: Sequence[Drafter | None], prompt: list[int], decoding: DecodeSettings) -> None:
-    """A few untimed tokens, so that first-call costs fall on neither side."""
-    short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
-    for one in drafters:
-        generate(target, one, [prompt], short)
-
-
-def _calibration(done: Sequence[_Answers]) -> Calibration | None:
-    found = Rounds.of(generation for one in done for generation in one.drafted)
-    return None if found is None else calibrate(found)
+def _answers_of(prompts: Sequence[Prompt]) -> int:
+    return sum(1 + len(prompt.later) for prompt in prompts)
 
 
 def _differences(target: Target, done: list[_Answers]) -> list[Difference]:
-    return [
-        difference
-        for one in done
-        for difference in compare(
-            target, one.ids, one.rendered, [g.tokens for g in one.plain or []], [g.tokens for g in one.drafted]
-        )
-    ]
+    found = []
+    for one in done:
+        asked, plain = one.drafted.requests, one.plain.tokens if one.plain else []
+        found += compare(target, [r.id for r in asked], [r.ids for r in asked], plain, one.drafted.tokens)
+    return found
 
 
 def _noise_identical(done: list[_Answers], decoding: DecodeSettings) -> float | None:
     """Share of answers equal to the baseline's, which draws from the same noises in token-id order."""
     if decoding.sampling.greedy or decoding.verification != "same_noise":
         return None
-    pairs = [pair for one in done if one.plain for pair in zip(one.drafted, one.plain, strict=True)]
-    return sum(a.tokens == b.tokens for a, b in pairs) / len(pairs) if pairs else None
+    pairs = [pair for one in done if one.plain for pair in zip(one.drafted.tokens, one.plain.tokens, strict=True)]
+    return sum(mine == other for mine, other in pairs) / len(pairs) if pairs else None
 
 
-def _whole(done: list[_Answers], num_slots: int) -> Part:
-    work, plain = done[0].work, done[0].plain_work
-    for one in done[1:]:
-        work = work + one.work
-        plain = plain + one.plain_work if plain is not None and one.plain_work is not None else None
-    drafted = [generation for one in done for generation in one.drafted]
-    return Part(len(drafted), acceptance(drafted, num_slots), speed(work, plain))
+def _agreement(target: Target, done: list[_Answers], decoding: DecodeSettings) -> Agreement:
+    asked = [request.ids for one in done for request in one.drafted.requests]
+    made = [tokens for one in done for tokens in one.drafted.tokens]
+    own = [tokens for one in done for tokens in (one.plain.tokens if one.plain else [])]
+    return agreement(target, asked, made, own, decoding.sampling.greedy)
+
+
+def _part(done: list[_Answers], num_slots: int) -> Part:
+    """Figures of some domains together."""
+    drafted = [generation for one in done for generation in one.drafted.answers]
+    plain = [generation for one in done if one.plain for generation in one.plain.answers]
+    timed = {"drafter": latency(drafted), "baseline": latency(plain)}
+    work = reduce(add, (one.drafted.work for one in done))
+    baseline = reduce(add, (one.plain.work for one in done if one.plain)) if plain else None
+    return Part(
+        prompts=sum(len(one.drafted.waves[0]) for one in done),
+        turns=len(drafted),
+        acceptance=acceptance(drafted, num_slots),
+        speed=speed(work, baseline),
+        latency={who: found for who, found in timed.items() if found is not None},
+    )
 
 
 def _example(target: Target, answers: _Answers) -> dict[str, Any]:
     """The first prompt as the target saw it, and its answer."""
-    generation = answers.drafted[0]
+    asked, generation = answers.drafted.requests[0], answers.drafted.answers[0]
     return {
-        "id": answers.ids[0],
+        "id": asked.id,
         "domain": answers.domain,
-        "rendered_prompt": target.tokenizer.decode(answers.rendered[0], skip_special_tokens=False),
+        "rendered_prompt": target.tokenizer.decode(asked.ids, skip_special_tokens=False),
         "answer": target.tokenizer.decode(generation.tokens, skip_special_tokens=False),
         "emitted_by_round": generation.emitted,
     }
 
 
+def drafter_sizes(drafter: Drafter) -> dict[str, int]:
+    """Bytes of what a drafter adds to the target: its own tensors, those that it shares with the target left out."""
+    return {"drafter_parameters": sum(tensor.nbytes for tensor in drafter.state_dict().values())}
+
+
+def _largest(sizes: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: max(one.get(name, 0) for one in sizes) for name in sorted({name for one in sizes for name in one})}
+
+
+def about(
+    target: Target, drafter: Drafter, settings: EvalSettings, num_slots: int, verification: str | None = None
+) -> dict[str, Any]:
+    """What was measured, where: the keys settings, target, drafter and machine of a report."""
+    decoded = {"num_slots": num_slots, "dtype": str(target.dtype).removeprefix("torch.")}
+    if settings.lossy is None:
+        decoded["verification"] = verification
+    return {
+        "settings": asdict(settings) | decoded,
+        "target": dict(target.identity),
+        "drafter": drafter_words(drafter),
+        "machine": machine(),
+    }
+
+
 def run(config: DictConfig, folder: Path) -> Report | Replayed:
-    """Evaluate as configured; writes report.json, plots and run.json into folder, prints the table."""
-    own = [key.name for key in fields(EvalSettings)]
-    known_groups(config, "drafter_dir", "prompts", "target", "replay", "recording", "calibrate", *own)
+    """Evaluate as configured; writes report.html, report.md, report.json, pictures and run.json into folder, prints the
+    table."""
+    own = [key.name for key in fields(EvalSettings) if key.name != "peaks"]
+    known_groups(config, "drafter_dir", "prompts", "target", *OPTIONS, *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
+    measured = replace(measured, peaks=bool(config.calibrate))
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
-    prompts = load_prompts(config.prompts)
+    prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter = load_drafter(drafter_dir, target.parts)
+    if not config.calibrate:
+        attach_estimator(drafter, drafter_dir, asdict(measured.sampling))
     report: Report | Replayed
     if config.replay:
         recording = None if config.recording is None else Path(config.recording).expanduser()
-        report = evaluate_replay(target, drafter, prompts, measured, recording, {"drafter_dir": str(drafter_dir)})
+        words = {"drafter_dir": str(drafter_dir), "command": command()}
+        report = evaluate_replay(target, drafter, prompts, measured, recording, words)
     else:
-        report = replace(evaluate(target, drafter, prompts, measured), drafter_dir=str(drafter_dir))
+        report = evaluate(target, drafter, prompts, measured)
+        measured_speeds = {name: part.speed.speedup for name, part in [*report.parts.items(), ("all", report.whole)]}
+        report = replace(
+            report,
+            drafter_dir=str(drafter_dir),
+            command=command(),
+            predicted=None if config.predicted is None else beside(read_json(Path(config.predicted)), measured_speeds),
+            pareto=None if config.pareto is None else read_json(Path(config.pareto)),
+        )
     if config.calibrate:
         _keep_calibration(drafter_dir, report, measured.sampling)
     record(folder, config, target=target.identity)
     path = report.write(folder)
     console = Console()
     report.show(console)
-    console.print(f"report         {path}", soft_wrap=True)
+    console.print(f"report         {path.with_name(PAGE)}", soft_wrap=True)
     return report
+
+
+def command() -> str | None:
+    """The command as typed, inside a Hydra run; None elsewhere."""
+    if not HydraConfig.initialized():
+        return None
+    return shlex.join(["headstart", "eval", *HydraConfig.get().overrides.task])
 
 
 def evaluate_replay(
@@ -382,28 +382,25 @@ def evaluate_replay(
     prompts: Sequence[Prompt],
     settings: EvalSettings,
     recording: Path | None = None,
-    about: dict[str, Any] | None = None,
+    words: dict[str, Any] | None = None,
 ) -> Replayed:
     """Greedy tau against the target's recorded answers; the target runs only to record them, once.
 
-    recording: file that keeps them, made when missing. about: further keys of the report. ValueError when the settings
+    recording: file that keeps them, made when missing. words: further keys of the report. ValueError when the settings
     sample, or the file is another target's or another prompt set's.
     """
     if not settings.sampling.greedy:
         raise ValueError(f"a replay is greedy: temperature must be 0 with replay=true, got {settings.temperature}")
+    if settings.lossy is not None:
+        raise ValueError(f"a replay is lossless: verification must be null, got {settings.verification}")
     asked = questions(target, prompts, settings)
     with Watch(len(asked)) as watch:
         watch.pass_ = "recording answers"
         layers, size = drafter.needs.layers, settings.batch_size
         answers = kept(recording, target, asked, layers, settings.max_new_tokens, size, watch)
     slots = settings.decoding(drafter).num_slots
-    said = {
-        "settings": asdict(settings) | {"num_slots": slots, "dtype": str(target.dtype).removeprefix("torch.")},
-        "target": dict(target.identity),
-        "drafter": drafter_words(drafter),
-        "machine": machine(),
-    }
-    return measure_replay(drafter, answers, slots, (about or {}) | said)
+    said = (words or {}) | about(target, drafter, settings, slots)
+    return measure_replay(drafter, answers, slots, said, settings.peaks)
 
 
 def drafter_words(drafter: Drafter) -> dict[str, Any]:
@@ -412,9 +409,10 @@ def drafter_words(drafter: Drafter) -> dict[str, Any]:
 
 
 def _keep_calibration(drafter_dir: Path, report: Report | Replayed, sampling: Sampling) -> None:
-    """Write the fitted temperatures beside the head; ValueError when it gives no confidences."""
+    """Write what was fitted beside the head; ValueError when it gives neither confidences nor q_max, or nothing was
+    drafted."""
     if report.calibration is None:
-        raise ValueError(f"calibrate=true: the drafter in {drafter_dir} gives no confidences to calibrate")
+        raise ValueError(f"calibrate=true: the drafter in {drafter_dir} gives neither confidences nor q_max")
     save_calibration(drafter_dir, report.calibration, asdict(sampling))
 
 

@@ -7,6 +7,7 @@ alpha_k        rounds that accepted slot k / rounds that proposed k and accepted
 survival_k     rounds that accepted slot k / rounds that proposed k
 tau_verified   1 + drafts accepted by verification / rounds, before an answer's end cut the last round: what the
                counters of serving engines show
+efficiency     tokens emitted / tokens that the target read to verify them, (K + 1) a round: what drafting wastes
 break-even tau (draft + verify + rest) seconds per round / baseline seconds per round: a drafter with a smaller tau
                makes decoding slower. Rounds are counted per request, prefill is left out on both sides.
 tokens/s       new tokens (the first included) / all seconds (prefill included)
@@ -37,6 +38,7 @@ class Acceptance:
     rounds: int
     tokens: int
     domains: dict[str, float]
+    efficiency: float = 0.0
 
     @property
     def accepted(self) -> float:
@@ -70,6 +72,7 @@ def acceptance(generations: Iterable[Generation], num_slots: int, domains: Seque
         rounds=len(rounds),
         tokens=sum(len(one.tokens) for one in generations),
         domains=by_domain,
+        efficiency=_ratio(sum(emitted), len(rounds) * (num_slots + 1)),
     )
 
 

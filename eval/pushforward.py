@@ -29,7 +29,8 @@ from drafters.contract import Drafter
 from drafters.noise import pick
 from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform
 from eval.decoder import Clock, Generation, generate
-from eval.evaluate import EvalSettings, checked, drafter_words, load_prompts, prompt_seed, render
+from eval.evaluate import EvalSettings, checked, drafter_words, load_prompts, render
+from eval.passes import prompt_seed
 
 FILE = "pushforward.json"
 WORDS = "LOSSY: no token is verified; this text is the drafter's, not the target's"

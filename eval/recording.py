@@ -9,7 +9,7 @@ Letters in shapes: N tokens of all texts in a row, T of one text, L captured lay
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,10 +27,13 @@ FORMAT = "headstart-recording"
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as the target sees it: token ids, generation prompt included."""
+    """A prompt as the target sees it: token ids, generation prompt included. later: what the user says after each
+    answer; follow: the next turn's question from the answer (new tokens), None for prompts of one turn."""
 
     domain: str
     ids: list[int]
+    later: tuple[str, ...] = ()
+    follow: Callable[[list[int]], "Question | None"] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def owner_of(target: Target, questions: Sequence[Question], max_new_tokens: int)
         "weights": target.identity["weights"],
         "tokenizer": target.identity["tokenizer"],
         "dtype": str(target.dtype).removeprefix("torch."),
-        "prompts": fingerprint([[question.domain, question.ids] for question in questions]),
+        "prompts": fingerprint([[one.domain, one.ids, *([list(one.later)] if one.later else [])] for one in questions]),
         "max_new_tokens": max_new_tokens,
     }
 
@@ -127,13 +130,21 @@ def record_answers(
     batch_size: int = 16,
     watch: Callable[[int, int], None] | None = None,
 ) -> Recording:
-    """Let the target answer greedily. watch: see eval.decoder.generate. ValueError without prompts."""
+    """Let the target answer greedily, prompts of several turns turn by turn: further turns are questions of their own,
+    behind the given ones. watch: see eval.decoder.generate. ValueError without prompts."""
     if not questions:
         raise ValueError("a recording needs at least one prompt")
     decoding = DecodeSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    found = generate(target, None, [question.ids for question in questions], decoding, watch=watch)
-    owner = owner_of(target, questions, max_new_tokens)
-    return Recording(list(questions), [one.tokens for one in found], owner)
+    asked: list[Question] = []
+    answers: list[list[int]] = []
+    wave = list(questions)
+    while wave:
+        found = [one.tokens for one in generate(target, None, [one.ids for one in wave], decoding, watch=watch)]
+        asked += wave
+        answers += found
+        following = [one.follow(answer) for one, answer in zip(wave, found, strict=True) if one.follow is not None]
+        wave = [one for one in following if one is not None]
+    return Recording(asked, answers, owner_of(target, questions, max_new_tokens))
 
 
 def with_features(target: Target, recording: Recording, layers: Sequence[int]) -> Recording:

@@ -16,6 +16,7 @@ from torch import Tensor
 from drafters.contract import Drafter
 from drafters.sampling import Sampling
 from eval.calibration import Rounds
+from eval.drafted import draft
 
 
 @dataclass
@@ -36,13 +37,15 @@ class Trajectory:
 @dataclass
 class Acceptance:
     """tau overall and by domain (emitted tokens per round, bonus included), alpha_k [K] conditional acceptance,
-    rounds. confident: the rounds with the drafter's confidences, None when it gives none."""
+    rounds. confident: the rounds with the drafter's confidences, None when it gives none. peaked: the rounds with q_max
+    in their place, when asked for."""
 
     tau: float
     domains: dict[str, float]
     alpha: list[float]
     rounds: int
     confident: Rounds | None = None
+    peaked: Rounds | None = None
 
     @property
     def accepted(self) -> float:
@@ -52,7 +55,7 @@ class Acceptance:
 @dataclass
 class Round:
     """One round. answer: number of its trajectory. anchor: its position there. drafted [K]. accepted: drafts that agree
-    with the answer. room: tokens left to emit. confidences: by slot, None without."""
+    with the answer. room: tokens left to emit. confidences, peaks: by slot, None without."""
 
     domain: str
     answer: int
@@ -61,32 +64,35 @@ class Round:
     accepted: int
     room: int
     confidences: list[float] | None
+    peaks: list[float] | None = None
 
 
 @torch.no_grad()
-def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int, batch_size: int = 32) -> Acceptance:
+def replay(
+    drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int, batch_size: int = 32, peaks: bool = False
+) -> Acceptance:
     """Draft greedily through every trajectory and count what the target would have accepted.
 
     The token after the prompt comes from prefill and is not counted; a round that reaches the end of the answer
-    counts the tokens it could still emit. Raises ValueError when no trajectory has an answer of two tokens.
+    counts the tokens it could still emit. peaks: also note q_max. Raises ValueError when no trajectory has an answer of
+    two tokens.
     """
     was_training = drafter.training
     drafter.eval()
     emitted: dict[str, int] = defaultdict(int)
     rounds: dict[str, int] = defaultdict(int)
     offered, kept = [0] * num_slots, [0] * num_slots
-    confident: list[Round] = []
+    seen: list[Round] = []
     order = sorted(range(len(trajectories)), key=lambda index: len(trajectories[index].tokens))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        for one in rounds_of(drafter, [trajectories[i] for i in chosen], chosen, num_slots):
+        for one in rounds_of(drafter, [trajectories[i] for i in chosen], chosen, num_slots, peaks=peaks):
             rounds[one.domain] += 1
             emitted[one.domain] += min(one.accepted + 1, one.room)
             for k in range(min(one.accepted + 1, num_slots, one.room)):
                 offered[k] += 1
                 kept[k] += k < one.accepted
-            if one.confidences is not None:
-                confident.append(one)
+            seen.append(one)
     drafter.train(was_training)
     total = sum(rounds.values())
     if total == 0:
@@ -96,15 +102,19 @@ def replay(drafter: Drafter, trajectories: Sequence[Trajectory], num_slots: int,
         domains={domain: emitted[domain] / rounds[domain] for domain in sorted(rounds)},
         alpha=[k / max(o, 1) for k, o in zip(kept, offered, strict=True)],
         rounds=total,
-        confident=_with_confidences(confident, num_slots) if confident else None,
+        confident=_with(seen, [one.confidences for one in seen], num_slots),
+        peaked=_with(seen, [one.peaks for one in seen], num_slots),
     )
 
 
-def _with_confidences(rounds: Sequence[Round], num_slots: int) -> Rounds:
-    """Rounds for calibration; one whose last draft ends the answer scores the slots up to it."""
+def _with(rounds: Sequence[Round], given: Sequence[list[float] | None], num_slots: int) -> Rounds | None:
+    """Rounds for calibration, None where values are missing; one whose last draft ends the answer scores the slots up
+    to it."""
+    if any(values is None for values in given):
+        return None
     scored = [one.room if one.accepted >= one.room else num_slots for one in rounds]
     return Rounds(
-        torch.tensor([one.confidences for one in rounds], dtype=torch.float64),
+        torch.tensor(given, dtype=torch.float64),
         torch.tensor([one.accepted for one in rounds]),
         torch.tensor(scored),
         torch.tensor([one.answer for one in rounds]),
@@ -118,6 +128,7 @@ def rounds_of(
     num_slots: int,
     sampling: Sampling | None = None,
     seed: int = 0,
+    peaks: bool = False,
 ) -> Iterator[Round]:
     """Every round of a batch of trajectories, which have these numbers. sampling: of the drafts (None: greedy); they
     are accepted while they agree with the answer."""
@@ -132,9 +143,9 @@ def rounds_of(
         next_ids, aux, last, lengths = _unread(batch, read, anchor)
         # Trajectories may rest in another place and dtype than the drafter, as features do while decoding.
         drafter.observe(state, next_ids.to(like.device), aux.to(like), last.to(like), lengths.to(like.device))
-        proposal = drafter.propose(state, num_slots, sampling or Sampling(), seeds)
+        proposal = draft(drafter, state, num_slots, sampling or Sampling(), seeds, peaks)
         drafted = proposal.tokens.tolist()
-        given = None if proposal.confidences is None else proposal.confidences.tolist()
+        given, noted = (None if part is None else part.tolist() for part in (proposal.confidences, proposal.peaks))
         for r, one in enumerate(batch):
             truth = one.tokens[anchor[r] + 1 : anchor[r] + 1 + num_slots].tolist()
             room = len(one.tokens) - 1 - anchor[r]
@@ -142,8 +153,8 @@ def rounds_of(
             if room <= 0:
                 continue
             accepted = next((k for k, (a, b) in enumerate(zip(drafted[r], truth, strict=False)) if a != b), len(truth))
-            sure = None if given is None else given[r]
-            yield Round(one.domain, numbers[r], anchor[r], drafted[r], accepted, room, sure)
+            sure, peak = (None if part is None else part[r] for part in (given, noted))
+            yield Round(one.domain, numbers[r], anchor[r], drafted[r], accepted, room, sure, peak)
             anchor[r] += min(accepted + 1, room)
 
 

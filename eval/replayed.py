@@ -14,6 +14,7 @@ from rich.table import Table
 from checkpoints.files import write_json
 from drafters.contract import Drafter
 from eval.calibration import Calibration, calibrate
+from eval.page import write_page
 from eval.recording import Recording
 from eval.replay import Acceptance, replay
 
@@ -22,8 +23,9 @@ FILE = "report.json"
 
 @dataclass(frozen=True)
 class Replayed:
-    """acceptance over all rounds. prompts, tokens: of the recording. seconds: that the replay took. calibration: None
-    when the drafter gives no confidences. owner: whose answers they are. about: what else the report says."""
+    """acceptance over all rounds. prompts (one a turn), tokens: of the recording. seconds: that the replay took.
+    calibration: None when the drafter gives no confidences. owner: whose answers they are. about: what else the report
+    says."""
 
     acceptance: Acceptance
     num_slots: int
@@ -49,6 +51,7 @@ class Replayed:
             "seconds": {"replay": round(self.seconds, 3)},
             "prompts": self.prompts,
             "num_slots": self.num_slots,
+            "efficiency": found.tau / (self.num_slots + 1),
             "rounds": found.rounds,
             "tokens": self.tokens,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
@@ -57,7 +60,8 @@ class Replayed:
         }
 
     def write(self, folder: Path) -> Path:
-        """Write report.json; returns its path."""
+        """Write pictures, report.md, report.html and, last, report.json; returns the path of report.json."""
+        write_page(Path(folder), self.as_dict())
         write_json(Path(folder) / FILE, self.as_dict())
         return Path(folder) / FILE
 
@@ -78,23 +82,32 @@ class Replayed:
 
 
 def measure_replay(
-    drafter: Drafter, recording: Recording, num_slots: int, about: dict[str, Any] | None = None
+    drafter: Drafter,
+    recording: Recording,
+    num_slots: int,
+    about: dict[str, Any] | None = None,
+    peaks: bool = False,
 ) -> Replayed:
     """Replay a drafter through a recording with features of the layers it needs (ValueError otherwise).
 
-    about: further keys of the report.
+    about: further keys of the report. peaks: fit an estimator for a drafter without confidences, from q_max.
     """
     started = time.perf_counter()
-    found = replay(drafter, recording.trajectories(drafter.needs.layers), num_slots)
+    found = replay(drafter, recording.trajectories(drafter.needs.layers), num_slots, peaks=peaks)
     seconds = time.perf_counter() - started
     fitted = None if found.confident is None else calibrate(found.confident)
+    if fitted is None and found.peaked is not None:
+        fitted = calibrate(found.peaked, estimate=True)
     tokens = sum(map(len, recording.answers))
     return Replayed(found, num_slots, len(recording.answers), tokens, seconds, fitted, recording.owner, about or {})
 
 
 def calibration_line(found: Calibration) -> str:
-    """ECE before and after, in words."""
+    """ECE, Brier score and AUC before and after, in words."""
+    how = "temperature scaling" if found.estimator is None else "the estimator and temperature scaling"
+    ranking = (found.before.auc, found.after.auc)
+    shown = "" if None in ranking else f"; AUC {ranking[0]:.3f}, {ranking[1]:.3f}"
     return (
-        f"confidences    ECE {found.before.ece:.3f}, {found.after.ece:.3f} after temperature scaling; "
-        f"Brier {found.before.brier:.3f}, {found.after.brier:.3f}"
+        f"confidences    ECE {found.before.ece:.3f}, {found.after.ece:.3f} after {how}; "
+        f"Brier {found.before.brier:.3f}, {found.after.brier:.3f}{shown}"
     )

@@ -1,4 +1,4 @@
-"""What an evaluation leaves: report.json, two plots, and a table on the screen."""
+"""What an evaluation leaves: report.json, a page, a Markdown table and pictures, and a table on the screen."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -7,29 +7,36 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints.files import atomic, write_json
+from checkpoints.files import write_json
 from eval.calibration import Calibration
+from eval.latency import Latency
 from eval.lossless import Difference
+from eval.lossy import Agreement, Lossy
 from eval.metrics import Acceptance, Speed
+from eval.page import write_page
+from eval.plots import draw_plots, write_plots
 from eval.replayed import calibration_line
 
 FILE = "report.json"
-PLOTS = ("alpha.png", "tau_by_domain.png")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Figures of one domain, or of all. prompts: how many."""
+    """Figures of one domain, or of all. prompts: how many; turns: answers to them. latency: by who decoded, drafter or
+    baseline."""
 
     prompts: int
+    turns: int
     acceptance: Acceptance
     speed: Speed
+    latency: dict[str, Latency] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """All figures under the names that eval.metrics defines."""
         own, pace = self.acceptance, self.speed
         return {
             "prompts": self.prompts,
+            "turns": self.turns,
             "tau": own.tau,
             "accepted": own.accepted,
             "tau_verified": own.tau_verified,
@@ -38,7 +45,9 @@ class Part:
             "trials": own.trials,
             "rounds": own.rounds,
             "tokens": own.tokens,
+            "efficiency": own.efficiency,
             **asdict(pace),
+            "latency": {who: asdict(one) for who, one in self.latency.items()},
         }
 
 
@@ -50,7 +59,10 @@ class Report:
     (None when not compared: no baseline, or sampled). seconds: by stage of the evaluation. example: one prompt as
     rendered and its answer. settings, target, drafter, machine: what was measured, where. calibration: of the drafter's
     confidences, None when it gives none. noise_identical: share of sampled answers that are the target's own from the
-    same noises, token by token (None when greedy, not compared, or verified by another rule).
+    same noises, token by token (None when greedy, not compared, or verified by another rule). sizes: bytes by name.
+    lossy: the rule, when drafts stood that the target would not have written, and how far the text moved by it.
+    command: as typed. predicted: speedups by a cost model beside the measured ones (see `beside`). pareto: {name:
+    [{"user_tokens_per_s", "tokens_per_s"}, ...]}.
     """
 
     whole: Part
@@ -65,6 +77,11 @@ class Report:
     machine: dict[str, Any]
     calibration: Calibration | None = None
     noise_identical: float | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    lossy: tuple[Lossy, Agreement] | None = None
+    command: str | None = None
+    predicted: list[dict[str, Any]] | None = None
+    pareto: dict[str, list[dict[str, float]]] | None = None
     drafter_dir: str | None = None
     export_dirs: dict[str, str] = field(default_factory=dict)
 
@@ -111,6 +128,11 @@ class Report:
             "failures": self.failures(),
             "noise_identical": self.noise_identical,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
+            "sizes": self.sizes,
+            "lossy": self._lossy(),
+            "predicted": self.predicted,
+            "pareto": self.pareto,
+            "command": self.command,
             "settings": self.settings,
             "target": self.target,
             "drafter": self.drafter,
@@ -118,46 +140,23 @@ class Report:
             "example": self.example,
         }
 
+    def _lossy(self) -> dict[str, Any] | None:
+        if self.lossy is None:
+            return None
+        rule, found = self.lossy
+        return {"label": "LOSSY", "words": rule.words, **asdict(rule), "agreement": asdict(found)}
+
     def write(self, folder: Path) -> Path:
-        """Write report.json and the plots into folder, each atomically, report.json last. Returns its path."""
+        """Write the pictures, report.md, report.html and, last, report.json into folder, each atomically. Returns the
+        path of report.json."""
         folder = Path(folder)
-        self.plot(folder)
+        write_page(folder, self.as_dict())
         write_json(folder / FILE, self.as_dict())
         return folder / FILE
 
     def plot(self, folder: Path) -> list[Path]:
-        """alpha_k by slot and tau by domain as PNG files."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and needed here alone
-        from matplotlib.figure import Figure
-
-        paths = [Path(folder) / name for name in PLOTS]
-        for path, draw in zip(paths, (self._plot_alpha, self._plot_tau), strict=True):
-            figure = Figure(figsize=(6.4, 4), layout="constrained")
-            FigureCanvasAgg(figure)
-            draw(figure.add_subplot())
-            with atomic(path) as temporary:
-                figure.savefig(temporary, format="png", dpi=120)
-        return paths
-
-    def _plot_alpha(self, axes: Any) -> None:
-        slots = range(1, self.num_slots + 1)
-        for name, part in self.parts.items():
-            axes.plot(slots, part.acceptance.alpha, marker="o", linewidth=1, alpha=0.7, label=name)
-        axes.plot(slots, self.whole.acceptance.alpha, marker="o", color="black", linewidth=2, label="all")
-        axes.set(xlabel="slot k", ylabel="alpha_k (conditional acceptance)", ylim=(0, 1.02), xticks=list(slots))
-        axes.legend(fontsize="small")
-
-    def _plot_tau(self, axes: Any) -> None:
-        names = [*self.parts, "all"]
-        taus = [part.acceptance.tau for part in (*self.parts.values(), self.whole)]
-        bars = axes.bar(names, taus, color=["tab:blue"] * len(self.parts) + ["black"])
-        axes.bar_label(bars, fmt="%.2f")
-        threshold = self.whole.speed.break_even_tau
-        if threshold:
-            axes.axhline(threshold, linestyle="--", color="tab:red", label=f"break-even {threshold:.2f}")
-            axes.legend(fontsize="small")
-        axes.set(ylabel="tau (tokens per round, bonus included)")
-        axes.tick_params(axis="x", rotation=30)
+        """Write the pictures alone: PNG files, their paths."""
+        return write_plots(Path(folder), draw_plots(self.as_dict()))
 
     def show(self, console: Console | None = None) -> None:
         """Print the table, the time split and the verdict on losslessness."""
@@ -176,9 +175,16 @@ class Report:
         console.print(f"alpha by slot  {' '.join(alpha)}", soft_wrap=True)
         split = "  ".join(f"{name} {share:.0%}" for name, share in self.whole.speed.split.items())
         console.print(f"time split     {split}")
+        for who, found in self.whole.latency.items():
+            if found.token_ms is not None:
+                shown = "  ".join(f"{name.upper()} {value:.1f} ms" for name, value in found.token_ms.items())
+                console.print(f"a token        {shown}  ({who})", highlight=False)
         if self.calibration is not None:
             console.print(calibration_line(self.calibration))
-        console.print(self._lossless_line())
+        if self.lossy is None:
+            console.print(self._lossless_line())
+        else:
+            console.print(lossy_line(*self.lossy), style="bold red", soft_wrap=True)
         for line in self.failures():
             console.print(line, style="red", soft_wrap=True)
 
@@ -189,6 +195,31 @@ class Report:
             return "greedy output  not compared (sampled, or no baseline)"
         word = "identical" if self.greedy_identical else "NOT identical"
         return f"greedy output  {word} with and without drafter, {self.near_ties} near tie(s) proven"
+
+
+def beside(predicted: dict[str, Any], measured: dict[str, float | None]) -> list[dict[str, Any]]:
+    """Predicted speedups beside measured ones, as a report keeps them: {"name", "predicted", "measured"}.
+
+    predicted: by name, a number, whose measured value this report has under that name (a domain, or all), or both as
+    {"predicted", "measured"}. ValueError names one that was not measured.
+    """
+    points = []
+    for name, value in predicted.items():
+        both = value if isinstance(value, dict) else {"predicted": value, "measured": measured.get(name)}
+        if set(both) != {"predicted", "measured"} or not all(isinstance(one, int | float) for one in both.values()):
+            known = ", ".join(key for key, one in measured.items() if one is not None) or "nothing"
+            raise ValueError(f"predicted speedup {name!r}: got {value!r}; this report measured {known}")
+        points.append({"name": name, **both})
+    return points
+
+
+def lossy_line(rule: Lossy, found: Agreement) -> str:
+    """The label, the rule, and the agreement with the target."""
+    same = "" if found.same_answers is None else f", {found.same_answers:.0%} of answers as the target's greedy ones"
+    return (
+        f"LOSSY          {rule.words}{same}; target's log-probability a token {found.log_prob:.3f}, of its own text "
+        f"{found.target_log_prob:.3f}"
+    )
 
 
 def _difference(one: Difference) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from data.features import conversations_fingerprint
 from data.target import Target, TargetSettings
 from eval.calibration import save_calibration
 from eval.comparison import Comparison, Entry, harness_figures, replay_figures
-from eval.evaluate import Baseline, EvalSettings, baselines, checked, drafter_words, evaluate, load_prompts, questions
+from eval.evaluate import EvalSettings, baselines, checked, drafter_words, evaluate, load_prompts, questions
+from eval.passes import Pass
 from eval.progress import Watch
 from eval.recording import Recording, kept
 from eval.replayed import measure_replay
@@ -228,7 +229,7 @@ class Measurer:
         self.questions = questions(target, prompts, chosen.measuring(0.0))
         self.layers: tuple[int, ...] = ()
         self._recording: Recording | None = None
-        self._plain: dict[float, dict[str, Baseline]] = {}
+        self._plain: dict[float, dict[str, Pass]] = {}
 
     def entry(self, run: Run) -> Entry:
         """A run's figures: those measured before when head and settings are the same, else new ones."""
@@ -282,7 +283,7 @@ class Measurer:
                 self._recording = kept(path, self.target, self.questions, self.layers, length, rows, watch)
         return self._recording
 
-    def plain(self, heat: float) -> dict[str, Baseline] | None:
+    def plain(self, heat: float) -> dict[str, Pass] | None:
         """The baseline at a temperature, decoded once in this process; None when it is not wanted."""
         if self.chosen.baseline and heat not in self._plain:
             self._plain[heat] = baselines(self.target, self.prompts, self.chosen.measuring(heat))

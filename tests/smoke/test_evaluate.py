@@ -1,6 +1,7 @@
 """`headstart eval` on a tiny target and a saved head: report, plots, prompts, refusals; acceptance while training."""
 
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import torch
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
+from checkpoints.files import read_tensors
 from checkpoints.folder import save_drafter
 from data.conversations import Prompt
 from data.target import Target
 from drafters.eagle3 import Eagle3
-from eval.evaluate import EvalSettings, evaluate, limited, load_prompts, measure_acceptance, prompt_seed, run
+from eval.decoder import generate
+from eval.evaluate import EvalSettings, evaluate, limited, load_prompts, measure_acceptance, questions, run
+from eval.passes import prompt_seed
+from eval.recording import record_answers
 from tests.doubles import START_ID, save_tiny, tiny_target
 
 PROMPTS = [
@@ -33,6 +38,15 @@ def head(target: Target) -> Eagle3:
     drafter = Eagle3(target.parts, None, num_slots=3, layers=[0, 2, 4])
     drafter.warm_start(target.parts)
     return drafter
+
+
+def loaded_head(folder: Path) -> dict[str, torch.Tensor]:
+    """Trained tensors of a head's folder, its vocabulary maps left out."""
+    return {
+        name: tensor
+        for name, tensor in read_tensors(folder / "model.safetensors").items()
+        if name not in ("d2t", "t2d")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +93,21 @@ def test_command_writes_the_report(folders: tuple[Path, Path, Path], tmp_path: P
     assert sum(written["split"].values()) == pytest.approx(1)
     assert written["break_even_tau"] > 0
     assert (tmp_path / "run.json").exists()
-    for plot in ("alpha.png", "tau_by_domain.png"):
+    for plot in ("alpha.png", "tau_by_domain.png", "time_split.png", "latency.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+    assert written["efficiency"] == pytest.approx(written["tau"] / 4)
+    assert set(written["latency"]) == {"drafter", "baseline"}
+    assert 0 < written["latency"]["drafter"]["token_ms"]["p50"] <= written["latency"]["drafter"]["gap_ms"]["p99"]
+    # The target keeps keys and values of 2 heads of 8 floats in 5 layers: 640 bytes a position.
+    assert written["sizes"]["target_cache"] % 640 == 0
+    assert written["sizes"]["drafter_state"] > 0
+    assert written["sizes"]["drafter_parameters"] == sum(one.nbytes for one in loaded_head(saved).values())
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "http" not in page
+    assert "Confidences" not in page
+    assert "identical with and without drafter" in page
+    assert "| all | 3 |" in (tmp_path / "report.md").read_text()
     assert not list(tmp_path.glob(".tmp-*"))
     console = Console(width=200, record=True, file=StringIO())
     report.show(console)
@@ -103,8 +130,8 @@ def test_replay_gives_the_greedy_tau_without_speed(folders: tuple[Path, Path, Pa
         assert kept.stat().st_mtime_ns == before
         with pytest.raises(ValueError, match=r"replay is greedy: temperature must be 0 with replay=true, got 0\.5"):
             run(compose("eval", [*words, "replay=true", "temperature=0.5"]), tmp_path)
-        with pytest.raises(ValueError, match="gives no confidences to calibrate"):
-            run(compose("eval", [*words, "replay=true", "calibrate=true"]), tmp_path)
+        with pytest.raises(ValueError, match="a replay is lossless: verification must be null, got typical"):
+            run(compose("eval", [*words, "replay=true", "verification=typical"]), tmp_path)
     written = json.loads((tmp_path / "replay" / "report.json").read_text())
     assert written["replay"] is True
     assert written["tokens_per_s"] is written["speedup"] is written["calibration"] is None
@@ -115,6 +142,85 @@ def test_replay_gives_the_greedy_tau_without_speed(folders: tuple[Path, Path, Pa
     console = Console(width=200, record=True, file=StringIO())
     report.show(console)
     assert "no speed" in console.export_text()
+
+
+def test_a_head_without_confidences_gets_an_estimator(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    source, saved, prompts = folders
+    copy = shutil.copytree(saved, tmp_path / "head")
+    words = ["target=any", f"target.name={source}", "target.dtype=float32", f"drafter_dir={copy}"]
+    words += [f"prompts={prompts}", "max_new_tokens=10", "baseline=false"]
+    with initialize_config_module("conf", version_base="1.3"):
+        plain = run(compose("eval", words), tmp_path / "plain").as_dict()
+        fitted = run(compose("eval", [*words, "calibrate=true"]), tmp_path / "fitted").as_dict()
+        replayed = run(compose("eval", [*words, "calibrate=true", "replay=true"]), tmp_path / "replayed").as_dict()
+        again = run(compose("eval", words), tmp_path / "again").as_dict()
+    assert plain["calibration"] is None
+    assert fitted["alpha"] == plain["alpha"]
+    assert len(fitted["calibration"]["estimator"]["biases"]) == 3
+    assert len(replayed["calibration"]["estimator"]["biases"]) == 3
+    (entry,) = json.loads((copy / "calibration.json").read_text())
+    assert entry["estimator"] == replayed["calibration"]["estimator"]
+    # Loaded beside the head, it fills the proposals' confidences: they are judged as a confidence head's are.
+    assert again["calibration"]["estimator"] is None
+    assert again["calibration"]["before"]["rounds"] == fitted["calibration"]["before"]["rounds"]
+    assert "Confidences" in (tmp_path / "again" / "report.html").read_text()
+    assert (tmp_path / "again" / "reliability.png").exists()
+
+
+def test_lossy_is_labelled_and_scored(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    source, saved, prompts = folders
+    words = ["target=any", f"target.name={source}", "target.dtype=float32", f"drafter_dir={saved}"]
+    words += [f"prompts={prompts}", "max_new_tokens=10", "verification=threshold", "threshold=0"]
+    (tmp_path / "predicted.json").write_text(json.dumps({"all": 1.5, "K=2": {"predicted": 2.0, "measured": 1.0}}))
+    pareto = {"static": [{"user_tokens_per_s": 20.0, "tokens_per_s": 100.0}]}
+    (tmp_path / "pareto.json").write_text(json.dumps(pareto))
+    words += [f"predicted={tmp_path / 'predicted.json'}", f"pareto={tmp_path / 'pareto.json'}"]
+    with initialize_config_module("conf", version_base="1.3"):
+        report = run(compose("eval", words), tmp_path / "out")
+        with pytest.raises(ValueError, match="baseline must be true"):
+            run(compose("eval", [*words, "baseline=false"]), tmp_path / "no")
+        with pytest.raises(ValueError, match="verification must be null, typical, threshold, got 'loose'"):
+            run(compose("eval", [*words, "verification=loose"]), tmp_path / "no")
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert written["lossy"]["label"] == "LOSSY"
+    assert written["greedy_identical"] is None
+    found = written["lossy"]["agreement"]
+    assert found["same_answers"] == 0.0
+    assert found["log_prob"] < found["target_log_prob"]
+    assert written["predicted"][0] == {"name": "all", "predicted": 1.5, "measured": pytest.approx(written["speedup"])}
+    assert written["pareto"] == pareto
+    page, table = ((tmp_path / "out" / name).read_text() for name in ("report.html", "report.md"))
+    assert page.count("data:image/png;base64,") == 6
+    assert '<h1 class="lossy">LOSSY: ' in page
+    assert "| K=2 | 2.00 | 1.00 | +100.0% |" in table
+    assert "# LOSSY: " in table
+    console = Console(width=200, record=True, file=StringIO())
+    report.show(console)
+    assert "LOSSY          a draft stands where p(x) >= 0" in console.export_text()
+
+
+def test_turns_are_asked_with_the_targets_own_answers(target: Target) -> None:
+    """Two turns: the second prompt is user, the target's greedy answer without its end of turn, user, as rendered."""
+    prompt = Prompt("m", "chat", [{"role": "user", "content": "json!"}], ["and then?"])
+    settings = EvalSettings(max_new_tokens=6)
+    report = evaluate(target, head(target), [prompt, PROMPTS[0]], settings)
+    assert (report.whole.prompts, report.whole.turns, report.parts["chat"].turns) == (2, 3, 2)
+    first = target.tokenizer("<|im_start|>user\njson!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    answer = generate(target, None, [first], settings.plain_decoding())[0].tokens
+    assert len(answer) > 1
+    said = target.tokenizer.decode([token for token in answer if token > 3])
+    second = target.tokenizer(
+        f"<|im_start|>user\njson!<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
+        "<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n"
+    )["input_ids"]
+    recording = record_answers(target, questions(target, [prompt], settings), 6)
+    assert [question.ids for question in recording.questions] == [first, second]
+    assert report.parts["chat"].acceptance.rounds > 0
+    own = [generate(target, head(target), [ids], settings.decoding(head(target)))[0] for ids in (first, second)]
+    assert report.parts["chat"].acceptance.rounds == sum(len(one.emitted) for one in own)
+    assert report.parts["chat"].acceptance.tokens == sum(map(len, recording.answers))
+    alone = evaluate(target, head(target), [prompt], EvalSettings(max_new_tokens=6, baseline=False))
+    assert alone.whole.acceptance == report.parts["chat"].acceptance
 
 
 def test_a_drafter_that_changes_the_output_is_named(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +277,7 @@ def test_prompts(tmp_path: Path) -> None:
     assert {prompt.domain for prompt in load_prompts("builtin")} >= {"chat", "code", "json"}
     bench = tmp_path / "question.jsonl"
     bench.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}) + "\n")
-    assert load_prompts(str(bench)) == [Prompt("81", "writing", [{"role": "user", "content": "Write."}])]
-    bench.write_text(json.dumps({"question_id": 81, "turns": []}) + "\n")
-    with pytest.raises(ValueError, match=r"question\.jsonl:1: a Spec-Bench row needs"):
-        load_prompts(str(bench))
+    assert load_prompts(str(bench)) == [Prompt("81", "writing", [{"role": "user", "content": "Write."}], ["Rewrite."])]
     assert [prompt.id for prompt in limited(PROMPTS, 1)] == ["a", "b"]
     with pytest.raises(ValueError, match="limit must be at least 1"):
         limited(PROMPTS, 0)

@@ -13,6 +13,7 @@ from drafters.eagle3 import Eagle3
 from tests.doubles import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("text/markdown", "text/plain")
 
 
 def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.load(str(source), dtype="float32")
     drafter = Eagle3(target.parts, None, num_slots=2, layers=[0, 2, 4])
     save_drafter(tmp_path / "head", drafter, target_identity=target.identity)
-    row = {"id": "a", "domain": "toy", "messages": [{"role": "user", "content": "hi"}]}
+    row = {"id": "a", "domain": "toy", "messages": [{"role": "user", "content": "give me a json object"}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
     for name, value in {
         "TARGET": source,
@@ -36,4 +37,10 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
     assert json.loads((tmp_path / "out" / "report.json").read_text())["greedy_identical"] is True
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in shown) == 2
+    # tau, alpha, time split, latency and, from the estimator, reliability.
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 5
+    said = "\n".join(str(output.get("data", {}).get(kind, "")) for output in shown for kind in KINDS)
+    for title in ("Acceptance", "Speed and time", "Latency", "Confidences", "Sizes", "Environment"):
+        assert f"### {title}" in said
+    assert "LOSSY          a draft stands where" in said
+    assert (tmp_path / "out" / "report.html").exists()

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from eval.calibration import (
+    Quality,
     Rounds,
+    auc,
     brier,
     calibrate,
     calibrated,
     expected_calibration_error,
     fit_temperatures,
     load_temperatures,
+    reliability,
     save_calibration,
 )
 from eval.decoder import Generation
@@ -30,6 +33,32 @@ def test_errors_by_hand() -> None:
     assert expected_calibration_error(torch.zeros(0), torch.zeros(0)) == brier(torch.zeros(0), torch.zeros(0)) == 0.0
     with pytest.raises(ValueError, match=r"\[0, 1\], got 0.5..1.5"):
         expected_calibration_error(torch.tensor([0.5, 1.5]), torch.tensor([True, True]))
+
+
+def test_auc_by_hand_with_ties() -> None:
+    # Happened: 0.9, 0.5, 0.5; did not: 0.5, 0.2. Pairs: 0.9 wins twice; each 0.5 ties once (1/2) and wins once.
+    confidences, happened = torch.tensor([0.5, 0.9, 0.5, 0.2, 0.5]), torch.tensor([1, 1, 0, 0, 1]).bool()
+    assert auc(confidences, happened) == pytest.approx((2 + 1.5 + 1.5) / 6)
+    assert auc(torch.full((4,), 0.3), torch.tensor([1, 0, 0, 1])) == pytest.approx(0.5)
+    assert auc(torch.tensor([0.1, 0.9]), torch.tensor([True, False])) == 0.0
+    assert auc(torch.tensor([0.1, 0.9]), torch.tensor([True, True])) is None
+    assert auc(torch.zeros(0), torch.zeros(0)) is None
+
+
+def test_reliability_by_hand() -> None:
+    # Two bins: 0.1 and 0.4 below one half (mean 0.25, one of two happened), 0.5 and 1.0 above (mean 0.75, both did).
+    confidences, happened = torch.tensor([0.5, 0.1, 1.0, 0.4]), torch.tensor([True, False, True, True])
+    found = reliability(confidences, happened, bins=2)
+    assert [list(one.values()) for one in found] == [pytest.approx([0.25, 0.5, 2]), pytest.approx([0.75, 1.0, 2])]
+    # ECE is what the diagram says: 2/4 * |0.5 - 0.25| + 2/4 * |1 - 0.75|.
+    assert expected_calibration_error(confidences, happened, bins=2) == pytest.approx(0.25)
+    assert reliability(torch.zeros(0), torch.zeros(0)) == []
+
+
+def test_quality_holds_all_of_them() -> None:
+    found = Quality.of(Rounds(torch.tensor([[0.9], [0.3]]), torch.tensor([1, 0]), torch.ones(2), torch.arange(2)))
+    assert (found.auc, found.rounds) == (1.0, 2)
+    assert [one["count"] for one in found.reliability] == [1, 1]
 
 
 def test_rounds_count_what_alpha_counts() -> None:
