@@ -1,7 +1,7 @@
 """Measure step times on the running machine: the target's passes, the drafter's proposals, the rest of a round.
 
     headstart bench profile target=smollm2 drafter_dir=... rows=[1,4,16] slots=[1,3,5,7] context=256
-    headstart bench profile ... hardware=h200 engine=transformers     prints the roofline's error beside the times
+    headstart bench profile ... hardware=h200 hardware_engine=transformers     prints the error of that roofline
 
 The target reads K + 1 tokens of every row through the cache of the decoding loop (eval.cache), captured layers, head
 and verdict included, and takes the rejected ones back; the drafter observes verified positions and proposes. Each time
@@ -35,7 +35,7 @@ from eval.verification import verify_greedy
 
 FILE = "steps.json"
 ACTIONS = ("profile",)
-GROUPS = ("action", "target", "drafter_dir", "hardware", "engine")
+GROUPS = ("action", "target", "drafter_dir", "hardware", "hardware_engine")
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def run(config: DictConfig, folder: Path) -> Path:
     record(folder, config, target=target.identity)
     path = measured.save(folder / FILE)
     console = Console()
-    show(measured, misses(measured, roofline_of(target, drafter_dir, hardware, config.engine)), console)
+    show(measured, misses(measured, roofline_of(target, drafter_dir, hardware, config.hardware_engine)), console)
     console.print(f"times          {path}", soft_wrap=True)
     return path
 

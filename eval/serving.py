@@ -1,6 +1,6 @@
 """`headstart simulate`: schedulers against loads on a machine that need not be here (eval.simulate explains the model).
 
-    headstart simulate traces=report.json hardware=h200 engine=sglang target_shape=llama-3.1-8b drafter_dir=...
+    headstart simulate traces=report.json hardware=h200 hardware_engine=sglang target_shape=llama-3.1-8b
     headstart simulate alpha=[0.8,0.7,0.6] hardware=b200 target_shape=qwen3-8b drafter_kind=block loads=[1,8,32]
 
 Leaves simulate.json (every run), hints.json (num_speculative_tokens by concurrency for vLLM and SGLang), pareto.png and
@@ -35,15 +35,15 @@ KINDS = ("chain", "block", "mtp")
 class SimulateSettings:
     """What to simulate.
 
-    traces: a file of eval.traces or an evaluation's report.json; alpha: acceptance by slot in its place. engine: of
-    hardware.engines. target_shape: a known target or a folder with a config.json; precision: of its weights, null for
+    traces: a file of eval.traces or an evaluation's report.json; alpha: acceptance by slot in its place.
+    hardware_engine: of hardware.engines. target_shape: a known target or a folder with a config.json; precision: of its weights, null for
     its own. drafter_dir: our drafter folder, or null for a shape by drafter_kind (chain: one layer; block: five layers,
     one pass; mtp: a layer of the target's). parallel: tensor and experts. num_slots: most slots drafted, null for the
     traces' own. loads: requests/s or requests in flight, as traffic.kind says. schedulers: names of eval.scheduler.
     network_ms: added to each pass of the target. other_tokens: of other work in each pass.
     """
 
-    engine: str
+    hardware_engine: str
     target_shape: str
     loads: list[float]
     schedulers: list[str]
@@ -65,6 +65,8 @@ class SimulateSettings:
             raise ValueError(f"drafter_kind must be one of {', '.join(KINDS)}, got {self.drafter_kind!r}")
         if not self.loads or min(self.loads) <= 0 or not self.schedulers:
             raise ValueError("simulate needs at least one scheduler and one load, loads above 0")
+        settings(Parallel, self.parallel, "parallel")
+        settings(Traffic, self.traffic, "traffic")
 
     def rounds(self) -> Traces:
         """The traces, cut to num_slots. ValueError when they have fewer."""
@@ -103,14 +105,14 @@ def machine_of(hardware: HardwareSettings, how: SimulateSettings, num_slots: int
     stack = target_shape(how.target_shape, how.precision)
     folder = None if how.drafter_dir is None else Path(how.drafter_dir).expanduser()
     shape = DrafterShape.from_folder(folder, stack) if folder else guessed_drafter(how.drafter_kind, stack, num_slots)
-    model = hardware.roofline(how.engine, stack, shape, settings(Parallel, how.parallel, "parallel"))
+    model = hardware.roofline(how.hardware_engine, stack, shape, settings(Parallel, how.parallel, "parallel"))
     measured = None if hardware.table is None else Measured.load(Path(hardware.table).expanduser())
     if measured is not None and measured.draft is None:
         raise ValueError(f"{hardware.table} has no times of a drafter; profile with drafter_dir")
     cost: Cost = model if measured is None else measured
     if how.network_ms or how.other_tokens:
         cost = Surroundings(cost, how.network_ms / 1000, how.other_tokens)
-    words = f"{how.target_shape} on {model.device.name}, {how.engine}" + (", measured" if measured else "")
+    words = f"{how.target_shape} on {model.device.name}, {how.hardware_engine}" + (", measured" if measured else "")
     return Machine(cost, words, model, measured)
 
 

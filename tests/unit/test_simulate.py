@@ -164,7 +164,7 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
     small += ["traffic.requests=6", "traffic.answer=12", "traffic.prompt=16", "traffic.max_rows=8"]
     with initialize_config_module("conf", version_base="1.3"):
         config = compose(
-            "simulate", [*small, "hardware=cpu_measured", f"hardware.table={table}", "engine=transformers"]
+            "simulate", [*small, "hardware=cpu_measured", f"hardware.table={table}", "hardware_engine=transformers"]
         )
     report = run(config, tmp_path / "out")
     assert len(report["runs"]) == 4
