@@ -222,3 +222,12 @@ def is_default_layers(layers: list[int], num_target_layers: int) -> bool:
         return tuple(layers) == default_layers(num_target_layers)
     except ValueError:
         return False
+
+
+def sglang_chain(num_slots: int) -> dict[str, int]:
+    """SGLang's server arguments for a drafted chain of num_slots tokens."""
+    return {
+        "speculative-num-steps": num_slots,
+        "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": num_slots + 1,
+    }

@@ -93,7 +93,7 @@ class Generation:
     verified: list[int] = field(default_factory=list)
     confidences: list[list[float]] = field(default_factory=list)
     peaks: list[list[float]] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list, compare=False)
     stopped: bool = False
 
 

@@ -8,7 +8,7 @@ A pass reads `rows` requests that hold `context` positions each, with `tokens` n
 decoding, rows * (K + 1) for verification. Efficiencies and fixed times belong to an engine on a device (conf/hardware),
 never to one measurement. Eagerly launched kernels (launch_us > 0) wait for the host: the pass takes the longer of both.
 
-Experts: n independent tokens touch N(n) = E (1 - (1 - k/E)^n) of E (arXiv 2505.19645, Eq. 6); consecutive tokens of one
+Experts: n unrelated tokens touch N(n) = E (1 - (1 - k/E)^n) of E (arXiv 2505.19645, Eq. 6); consecutive tokens of one
 request repeat themselves, so m of them count as m ** kappa. Expert parallelism over G ranks adds, for each layer of
 experts, dispatch and combine of alpha_0 + bytes / bandwidth, and the busiest rank waits for nobody:
 1 + sqrt(2 ln G * G / (n k)) times the mean.
@@ -127,12 +127,12 @@ def distinct_experts(tokens: float, experts: Experts, rows: float | None = None)
     rows = tokens if rows is None else min(rows, tokens)
     if tokens <= 0:
         return 0.0
-    independent = rows * (tokens / rows) ** experts.kappa
-    return experts.count * (1 - (1 - experts.chosen / experts.count) ** independent)
+    unrelated = rows * (tokens / rows) ** experts.kappa
+    return experts.count * (1 - (1 - experts.chosen / experts.count) ** unrelated)
 
 
 def full_activation_tokens(experts: Experts, share: float = 0.95) -> int:
-    """Independent tokens that touch `share` of a layer's experts (arXiv 2505.19645): below, more tokens load more
+    """Unrelated tokens that touch `share` of a layer's experts (arXiv 2505.19645): below, more tokens load more
     experts."""
     return math.ceil(math.log(1 - share) / math.log(1 - experts.chosen / experts.count))
 

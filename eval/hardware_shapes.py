@@ -28,7 +28,7 @@ class Experts:
 
     count: experts of one layer (E). chosen: of them a token takes (k). parameters: of one expert in one layer.
     layers: layers that have experts. precision: of their weights. kappa: how much consecutive tokens of one request
-    repeat experts: m tokens choose like m ** kappa independent ones (1: independent; algorithms of arXiv 2505.19645
+    repeat experts: m tokens choose like m ** kappa unrelated ones (1: unrelated; algorithms of arXiv 2505.19645
     assume that; about 0.7 fits 4 tokens that touch 2.5 times the experts of one).
     """
 
@@ -98,7 +98,7 @@ class Stack:
 class DrafterShape:
     """How a drafter drafts, and what that reads.
 
-    family: "chain", K passes of `body` one after another (autoregressive heads, repeated MTP layers); "block", one pass
+    family: "chain", K passes of `body` one after another (autoregressive heads, repeated layers of the target's kind); "block", one pass
     over anchor and slots; "sequential", such a pass and then K small steps; "heads", one pass with parameters of its
     own for each slot. body: the pass. slot_parameters: of the small step, or of each slot's head. num_slots: that it
     was trained for.
@@ -261,7 +261,7 @@ def block_drafter(
 
 
 def layer_drafter(target: Stack, num_slots: int = 1) -> DrafterShape:
-    """An MTP module: one of the target's own layers (experts and all), a projection of two widths, the target's
+    """A native head: one of the target's own layers (experts and all), a projection of two widths, the target's
     head."""
     experts = None if target.experts is None else replace(target.experts, layers=1)
     layers = target.layers

@@ -29,7 +29,7 @@ from drafters.contract import Drafter
 from drafters.noise import pick
 from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform
 from eval.decoder import Clock, Generation, generate
-from eval.evaluate import EvalSettings, checked, drafter_words, load_prompts, render
+from eval.evaluate import OPTIONS, EvalSettings, checked, drafter_words, load_prompts, render
 from eval.passes import prompt_seed
 
 FILE = "pushforward.json"
@@ -171,7 +171,7 @@ def quality(answers: Sequence[Generation], likely: Sequence[Tensor], clock: Cloc
 def run(config: DictConfig, folder: Path) -> PushForward:
     """Measure as configured; writes pushforward.json and run.json into folder."""
     own = [key.name for key in fields(EvalSettings)]
-    known_groups(config, "drafter_dir", "prompts", "target", "replay", "recording", "calibrate", *own)
+    known_groups(config, "drafter_dir", "prompts", "target", *OPTIONS, *own)
     chosen = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter = load_drafter(Path(config.drafter_dir).expanduser().resolve(), target.parts)

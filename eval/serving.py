@@ -28,7 +28,7 @@ from eval.scheduler import build
 from eval.simulate import Served, Simulation, Traffic, best_by_concurrency, engine_hints, pareto
 from eval.traces import Traces
 
-KINDS = ("chain", "block", "mtp")
+KINDS = ("chain", "block", "native")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SimulateSettings:
     traces: a file of eval.traces or an evaluation's report.json; alpha: acceptance by slot in its place.
     hardware_engine: of hardware.engines. target_shape: a known target or a folder with a config.json; precision: of its weights, null for
     its own. drafter_dir: our drafter folder, or null for a shape by drafter_kind (chain: one layer; block: five layers,
-    one pass; mtp: a layer of the target's). parallel: tensor and experts. num_slots: most slots drafted, null for the
+    one pass; native: a layer of the target's). parallel: tensor and experts. num_slots: most slots drafted, null for the
     traces' own. loads: requests/s or requests in flight, as traffic.kind says. schedulers: names of eval.scheduler.
     network_ms: added to each pass of the target. other_tokens: of other work in each pass.
     """
@@ -93,7 +93,7 @@ class Machine:
 def guessed_drafter(kind: str, target: Stack, num_slots: int) -> DrafterShape:
     """A drafter of the usual size for a target: heads of 128, an MLP of 3.5 widths, 32000 draft tokens for a chain."""
     heads = (max(1, target.width // 128), max(1, target.width // 512), 128)
-    if kind == "mtp":
+    if kind == "native":
         return layer_drafter(target, num_slots)
     if kind == "block":
         return block_drafter(target, 7 * target.width // 2, heads, 5, 5, num_slots)

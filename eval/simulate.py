@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from checkpoints.engine_entry import sglang_chain
 from eval.hardware import Cost, best_slots
 from eval.scheduler import Load, Outcome, Scheduler
 from eval.traces import Traces
@@ -282,11 +283,7 @@ def engine_hints(best: dict[int, int], last: int) -> dict[str, object]:
     return {
         "vllm": {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": [list(one) for one in spans]},
         "sglang": {
-            "arguments": {
-                "speculative-num-steps": most,
-                "speculative-eagle-topk": 1,
-                "speculative-num-draft-tokens": most + 1,
-            },
+            "arguments": sglang_chain(most),
             "adaptive_config": sglang,
         },
     }
