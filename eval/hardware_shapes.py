@@ -98,10 +98,10 @@ class Stack:
 class DrafterShape:
     """How a drafter drafts, and what that reads.
 
-    family: "chain", K passes of `body` one after another (autoregressive heads, repeated layers of the target's kind); "block", one pass
-    over anchor and slots; "sequential", such a pass and then K small steps; "heads", one pass with parameters of its
-    own for each slot. body: the pass. slot_parameters: of the small step, or of each slot's head. num_slots: that it
-    was trained for.
+    family: "chain", K passes of `body` one after another (autoregressive heads, repeated layers of the target's kind);
+    "block", one pass over anchor and slots; "sequential", such a pass and then K small steps; "heads", one pass with
+    parameters of its own for each slot. body: the pass. slot_parameters: of the small step, or of each slot's head.
+    num_slots: that it was trained for.
     """
 
     family: Family

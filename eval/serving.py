@@ -36,11 +36,11 @@ class SimulateSettings:
     """What to simulate.
 
     traces: a file of eval.traces or an evaluation's report.json; alpha: acceptance by slot in its place.
-    hardware_engine: of hardware.engines. target_shape: a known target or a folder with a config.json; precision: of its weights, null for
-    its own. drafter_dir: our drafter folder, or null for a shape by drafter_kind (chain: one layer; block: five layers,
-    one pass; native: a layer of the target's). parallel: tensor and experts. num_slots: most slots drafted, null for the
-    traces' own. loads: requests/s or requests in flight, as traffic.kind says. schedulers: names of eval.scheduler.
-    network_ms: added to each pass of the target. other_tokens: of other work in each pass.
+    hardware_engine: of hardware.engines. target_shape: a known target or a folder with a config.json; precision: of its
+    weights, null for its own. drafter_dir: our drafter folder, or null for a shape by drafter_kind (chain: one layer;
+    block: five layers, one pass; native: a layer of the target's). parallel: tensor and experts. num_slots: most slots
+    drafted, null for the traces' own. loads: requests/s or requests in flight, as traffic.kind says. schedulers: names
+    of eval.scheduler. network_ms: added to each pass of the target. other_tokens: of other work in each pass.
     """
 
     hardware_engine: str
