@@ -1,12 +1,12 @@
 """Step times measured on the running machine, in place of a roofline's.
 
-A table holds seconds by (rows, tokens of a row). It is forced monotone (a larger pass never takes less time; noise
+A table holds seconds by (rows, tokens of a row). It is made monotone (a larger pass never takes less time; noise
 would invite a scheduler to verify more because of it), read with straight lines between its points and the last line
 beyond them. Times belong to the context they were measured at; `context` is not modelled.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -38,20 +38,29 @@ class StepTable:
             raise ValueError("times of a step table must be positive")
 
     def monotone(self) -> Self:
-        """The least table above this one that never falls along either axis."""
-        lines: list[list[float]] = []
-        for line in self.seconds:
-            risen: list[float] = []
-            for j, value in enumerate(line):
-                before = risen[-1:] + ([lines[-1][j]] if lines else [])
-                risen.append(max([value, *before]))
-            lines.append(risen)
-        return type(self)(self.rows, self.counts, lines)
+        """A table that never falls along either axis: halfway between the least one above and the greatest one below,
+        so that a single slow or fast outlier moves its neighbours by half."""
+        above = _running(self.seconds, max)
+        turned = [line[::-1] for line in self.seconds[::-1]]
+        below = [line[::-1] for line in _running(turned, min)[::-1]]
+        middle = [[(x + y) / 2 for x, y in zip(*lines, strict=True)] for lines in zip(above, below, strict=True)]
+        return type(self)(self.rows, self.counts, middle)
 
     def at(self, rows: float, count: float) -> float:
         """Seconds between and beyond the measured points, straight in either direction; never below the smallest."""
         line = [_straight(self.counts, own, count) for own in self.seconds]
         return max(_straight(self.rows, line, rows), min(map(min, self.seconds)))
+
+
+def _running(table: Sequence[Sequence[float]], pick: Callable[[list[float]], float]) -> list[list[float]]:
+    """pick (max or min) over everything up to each entry in both axes."""
+    lines: list[list[float]] = []
+    for line in table:
+        done: list[float] = []
+        for j, value in enumerate(line):
+            done.append(pick([value, *done[-1:], *([lines[-1][j]] if lines else [])]))
+        lines.append(done)
+    return lines
 
 
 def _straight(axis: Sequence[int], values: Sequence[float], at: float) -> float:

@@ -234,11 +234,11 @@ def test_shapes_from_a_drafter_folder() -> None:
 def test_tables_are_monotone_and_straight() -> None:
     noisy = StepTable([1, 4], [1, 3], [[1.0, 0.8], [0.9, 5.0]])
     rising = noisy.monotone()
-    assert rising.seconds == [[1.0, 1.0], [1.0, 5.0]]
-    assert rising.at(4, 2) == pytest.approx(3)
-    assert rising.at(2.5, 3) == pytest.approx(3)
-    assert rising.at(4, 5) == pytest.approx(9), "the last line goes on"
-    assert rising.at(1, 0.5) == 1
+    assert rising.seconds == [pytest.approx([0.9, 0.9]), pytest.approx([0.95, 5.0])]
+    assert rising.at(4, 2) == pytest.approx(2.975)
+    assert rising.at(2.5, 3) == pytest.approx(2.95)
+    assert rising.at(4, 5) == pytest.approx(9.05), "the last line goes on"
+    assert rising.at(1, 0.5) == pytest.approx(0.9)
     for bad in ([[1.0]], [[1.0, 2.0], [1.0, -2.0]]):
         with pytest.raises(ValueError, match="step table"):
             StepTable([1, 4], [1, 3], bad)
