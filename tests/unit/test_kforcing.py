@@ -310,7 +310,7 @@ def test_a_wrong_verification_is_refused(target: Target) -> None:
         DecodeSettings(verification="rejection").verified_by(head(target))
     with pytest.raises(ValueError, match="verification must be"):
         DecodeSettings(verification="gumbel")
-    with pytest.raises(ValueError, match="lossy"):
-        EvalSettings(verification="none")
+    with pytest.raises(ValueError, match="verification must be null, rejection, same_noise"):
+        EvalSettings(verification="none")  # lossy: eval.pushforward's own
     assert EvalSettings().decoding(head(target)).verification == "same_noise"
     assert DecodeSettings(verification="same_noise").verified_by(head(target, form="conditional")) == "same_noise"
