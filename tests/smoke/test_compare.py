@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import headstart
 from checkpoints.files import read_json
 from checkpoints.folder import load_drafter
+from checkpoints.run import settings
 from data.conversations import Conversation, read_conversations, write_conversations
 from data.features import capture
 from data.target import Target
@@ -17,9 +19,9 @@ from drafters.contract import Proposal
 from drafters.eagle3 import Eagle3
 from eval.comparison import Comparison
 from tests import checks
-from tests.doubles import save_tiny
+from tests.doubles import save_tiny, tiny_target
 from training import compare, train
-from training.train import TrainerSettings, planned_steps
+from training.train import DrafterSettings, TrainerSettings, build_drafter, planned_steps
 
 LAYERS = [0, 2, 3]
 WANTED_TOKENS = 150
@@ -233,3 +235,18 @@ def test_when_all_fail_the_report_says_so(prepared, tmp_path):
 def test_refusals(prepared, tmp_path, more, said):
     with pytest.raises(ValueError, match=said):
         run(tmp_path, *overrides(prepared, **more))
+
+
+@pytest.mark.parametrize("path", sorted((checks.ROOT / "conf" / "comparison").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_composes_and_builds(path):
+    """Each drafter of a recipe, on a tiny target: its overrides compose, and the class takes them."""
+    config = checks.compose_config("compare", "prepared=nowhere", f"comparison={path.stem}")
+    target = tiny_target(num_hidden_layers=9)
+    assert config.budget.minutes or config.budget.core_minutes
+    for name, overrides in config.drafters.items():
+        sizes = [word for word in overrides if "num_key_value_heads" not in word]  # the real target's own
+        chosen = checks.compose_config("train", "prepared=nowhere", *config.train, *sizes).drafter
+        drafter = build_drafter(
+            settings(DrafterSettings, OmegaConf.merge(chosen, {"vocabulary": None}), name), target, []
+        )
+        assert drafter.num_slots == chosen.model.num_slots
