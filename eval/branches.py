@@ -1,8 +1,8 @@
-"""What the target says of drafted tokens that it never accepted: branches off a known text, read from one cache.
+"""What the target says of tokens that it never accepted: branches off a known text, read from one cache.
 
 text      t0 t1 t2 t3 t4 t5
 anchor 2        |
-branch          t2 d1 d2        last hidden states after t2, d1 and d2 predict slots 1, 2 and 3
+block           t2 d1 d2        last hidden states after t2, d1 and d2 predict slots 1, 2 and 3
 """
 
 from collections.abc import Sequence
@@ -10,29 +10,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from data.target import Target
+from data.target import Features, Target
 from eval.cache import RowCache
 
 
 @torch.no_grad()
-def read_branches(target: Target, text: Tensor, anchors: Sequence[int], drafted: Tensor, rows: int = 16) -> Tensor:
-    """Read every branch of one text: the anchor and the drafts after it, save the last.
+def read_branches(
+    target: Target, text: Tensor, anchors: Sequence[int], blocks: Tensor, layers: Sequence[int] = (), rows: int = 16
+) -> Features:
+    """Features of every branch of one text, each from its anchor's own token on.
 
-    text [T] int64. anchors: N positions in it, each at least 1. drafted [N, K] int64. rows: branches read at once,
-    memory only. Returns last hidden states [N, K, D]; entry k - 1 predicts slot k. ValueError for a target without a
-    plain KV cache.
+    text [T] int64. anchors: N positions in it, each at least 1. blocks [N, n] int64: the anchor's token and what
+    follows it in the branch. layers: captured. rows: branches read at once, memory only. Returns aux [N, n, L, D] and
+    last [N, n, D]. ValueError for a target without a plain KV cache.
     """
     device = target.device
-    text, drafted = text.to(device), drafted.to(device)
-    longest, steps = max(anchors), torch.arange(drafted.shape[1], device=device)
+    text, blocks = text.to(device), blocks.to(device)
+    longest, steps = max(anchors), torch.arange(blocks.shape[1], device=device)
     cache = RowCache(target.model, torch.ones(1, longest, dtype=torch.int64, device=device))
-    target.forward(text[None, :longest], (), cache=cache.cache)
     found = []
-    for start in range(0, len(anchors), rows):
-        chosen = list(anchors[start : start + rows])
-        branch = cache.branches([0] * len(chosen), chosen)
-        first = torch.tensor(chosen, device=device)
-        block = torch.cat([text[first][:, None], drafted[start : start + rows, :-1]], 1)
-        mask = branch.mask(block.shape[1])
-        found.append(target.forward(block, (), mask, first[:, None] + steps, branch.cache).last)
-    return torch.cat(found)
+    with torch.autocast(device.type, enabled=False):  # training may run the drafter in another precision
+        target.forward(text[None, :longest], (), cache=cache.cache)
+        for start in range(0, len(anchors), rows):
+            chosen = list(anchors[start : start + rows])
+            branch = cache.branches([0] * len(chosen), chosen)
+            positions = torch.tensor(chosen, device=device)[:, None] + steps
+            block, mask = blocks[start : start + rows], branch.mask(blocks.shape[1])
+            found.append(target.forward(block, layers, mask, positions, branch.cache))
+    return Features(torch.cat([one.aux for one in found]), torch.cat([one.last for one in found]))

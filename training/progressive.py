@@ -1,11 +1,7 @@
 """A stage of progressive self-forcing: a drafter of K slots learns from a frozen one of K / 2, run twice.
 
 The second run stands behind tokens that the frozen drafter made up, so no feature store knows their features: the
-target reads them, all anchors' branches in one pass beside the row that they grow from.
-
-    row       t0 t1 A  t3 t4 B  t6        documents as packed, causal
-    branches  .  .  A  f1 f2              sees the row up to its anchor, and itself
-              .  .  .  .  .  B  f1 f2
+target reads them, as branches off each document (eval.branches).
 """
 
 from dataclasses import dataclass
@@ -19,7 +15,7 @@ from torch import Tensor
 from checkpoints.folder import load_drafter
 from data.target import Target
 from drafters.contract import Batch, Drafter
-from eval.cache import check_cacheable
+from eval.branches import read_branches
 
 
 @dataclass(frozen=True)
@@ -45,46 +41,18 @@ def begin(drafter: Drafter, stage: Stage, target: Target) -> list[str]:
     if not isinstance(drafter, Staged):
         raise ValueError(f"{type(drafter).__name__} does not learn in stages: drafter.stage must be null")
     half = load_drafter(Path(stage.half).expanduser(), target.parts, torch.float32)
-    return drafter.begin_stage(half, partial(read_branches, target), stage.share, stage.start)
+    return drafter.begin_stage(half, partial(read_behind, target), stage.share, stage.start)
 
 
-@torch.no_grad()
-def read_branches(target: Target, batch: Batch, branches: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """Aux features [B, A, n, L, D] of tokens [B, A, n] that follow each of the batch's anchors, in the batch's dtype.
-
-    Without tokens the target is not run. ValueError for a target whose layers do not all see everything before them.
-    """
-    rows, anchors, count = branches.shape
-    if count == 0:
-        return batch.aux.new_zeros(rows, anchors, 0, *batch.aux.shape[2:])
-    kinds = check_cacheable(target.model)
-    if kinds != {"full_attention"}:
-        raise ValueError(
-            f"branches are read by targets of full attention alone, this one has {', '.join(sorted(kinds))}"
-        )
-    starts = batch.positions.gather(1, batch.anchors.clamp_min(0))[..., None]
-    places = starts + torch.arange(1, count + 1, device=starts.device)
-    tokens = torch.cat([batch.tokens, branches.flatten(1)], 1)
-    positions = torch.cat([batch.positions, places.flatten(1)], 1)
-    seen = branch_mask(batch.documents, batch.anchors, count)[:, None]
-    mask = torch.zeros(seen.shape, dtype=target.dtype, device=seen.device)
-    mask = mask.masked_fill(~seen, torch.finfo(target.dtype).min)
-    with torch.autocast(starts.device.type, enabled=False):
-        aux = target.forward(tokens, layers, mask, positions).aux[:, batch.tokens.shape[1] :]
-    return aux.unflatten(1, (anchors, count)).to(batch.aux)
-
-
-def branch_mask(documents: Tensor, anchors: Tensor, count: int) -> Tensor:
-    """Who sees whom in a row followed by its branches. documents [B, T], anchors [B, A], n tokens a branch -> bool
-    [B, T + A n, T + A n]."""
-    rows, length = documents.shape
-    number = anchors.shape[1]
-    columns = torch.arange(length, device=documents.device)
-    own = torch.arange(number * count, device=documents.device)
-    same = documents[:, :, None] == documents[:, None]
-    row = torch.cat([same & (columns <= columns[:, None]), same.new_zeros(rows, length, number * count)], 2)
-    place = anchors.clamp_min(0)
-    home = documents.gather(1, place)[..., None] == documents[:, None]
-    before = (home & (columns <= place[..., None])).repeat_interleave(count, 1)
-    inside = (own // count == (own // count)[:, None]) & (own <= own[:, None])
-    return torch.cat([row, torch.cat([before, inside.expand(rows, -1, -1)], 2)], 1)
+def read_behind(target: Target, batch: Batch, branches: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """Aux features [B, A, n, L, D] of tokens [B, A, n] that follow each of the batch's anchors, in the batch's dtype;
+    zero at padding anchors. Without tokens the target is not run."""
+    aux = batch.aux.new_zeros(*branches.shape, *batch.aux.shape[2:])
+    for row, anchors in enumerate(batch.anchors if branches.shape[2] else ()):
+        own = torch.where(anchors < 0, -1, batch.documents[row, anchors.clamp_min(0)])
+        for document in own[own >= 0].unique().tolist():
+            mine, inside = (own == document).nonzero()[:, 0], (batch.documents[row] == document).nonzero()[:, 0]
+            blocks = torch.cat([batch.tokens[row, anchors[mine]][:, None], branches[row, mine]], 1)
+            places = (anchors[mine] - inside[0]).tolist()
+            aux[row, mine] = read_branches(target, batch.tokens[row, inside], places, blocks, layers).aux[:, 1:].to(aux)
+    return aux

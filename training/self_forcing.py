@@ -167,9 +167,11 @@ class SelfForcing:
             if _known(one) < self._last(one):
                 by_text.setdefault(one.answer, []).append(index)
         for answer, indices in by_text.items():
-            drafted = torch.tensor([rounds[i].drafted for i in indices])
-            read = read_branches(self.target, texts[answer].tokens, [rounds[i].anchor for i in indices], drafted)
-            for index, states in zip(indices, read.to(texts[answer].last), strict=True):
+            text, anchors = texts[answer], [rounds[i].anchor for i in indices]
+            drafted = torch.tensor([rounds[i].drafted for i in indices], device=text.tokens.device)
+            blocks = torch.cat([text.tokens[anchors][:, None], drafted[:, :-1]], 1)
+            read = read_branches(self.target, text.tokens, anchors, blocks).last
+            for index, states in zip(indices, read.to(text.last), strict=True):
                 found[index] = states[: self._last(rounds[index])]
         return found
 

@@ -58,9 +58,9 @@ def linear_mlp(state: dict[str, Tensor], prefix: str, matrix: Tensor, reads: Ten
     state[f"{prefix}.down_proj.weight"].copy_(torch.eye(WIDTH))
 
 
-def copy_target() -> LlamaForCausalLM:
-    """The target described above. Its final norm has weight 0 on the marker, so a feature that passed through it
-    lacks it."""
+def copy_target(head_dim: int = HEAD_DIM, marker: float = 0.0) -> LlamaForCausalLM:
+    """The target described above. marker: its final norm's weight on the marker; 0: a feature that passed through it
+    lacks the marker."""
     config = LlamaConfig(
         vocab_size=TOKENS,
         hidden_size=WIDTH,
@@ -68,7 +68,7 @@ def copy_target() -> LlamaForCausalLM:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=1,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         max_position_embeddings=128,
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
         rms_norm_eps=1e-9,
@@ -84,7 +84,7 @@ def copy_target() -> LlamaForCausalLM:
             tensor.fill_(1.0) if "norm" in name else tensor.zero_()
         state["model.embed_tokens.weight"][:, NAME] = torch.eye(TOKENS)
         state["lm_head.weight"][:, NAME] = shift(STEP)
-        state["model.norm.weight"][MARKER] = 0.0
+        state["model.norm.weight"][MARKER] = marker
         write = torch.zeros(WIDTH, WIDTH)
         write[MARKER, NAME] = 1.0
         linear_mlp(state, f"model.layers.{ACTING}.mlp", write, NAME, norm=1)

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from drafters.contract import Drafter, TargetParts
 from drafters.mtp import Mtp
 from tests.engine.kit import (
-    ACTING,
-    LAYERS,
     LONG_PROMPTS,
     MARKER,
     NAME,
@@ -29,6 +27,7 @@ from tests.engine.kit import (
     THETA,
     TOKENS,
     WIDTH,
+    copy_target,
     linear_mlp,
     shift,
 )
@@ -41,34 +40,7 @@ SERVED = {"reads": "pre_norm", "recycles": "post_norm", "concat": "hidden_first"
 
 def native_target() -> LlamaForCausalLM:
     """See above."""
-    config = LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=1,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        rms_norm_eps=1e-9,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        state = model.state_dict()
-        for name, tensor in state.items():
-            tensor.fill_(1.0) if "norm" in name else tensor.zero_()
-        state["model.embed_tokens.weight"][:, NAME] = torch.eye(TOKENS)
-        state["lm_head.weight"][:, NAME] = shift(STEP)
-        state["model.norm.weight"][MARKER] = -1.0
-        write = torch.zeros(WIDTH, WIDTH)
-        write[MARKER, NAME] = 1.0
-        linear_mlp(state, f"model.layers.{ACTING}.mlp", write, NAME, norm=1)
-    return model
+    return copy_target(HEAD_DIM, marker=-1.0)
 
 
 def blank(target: TargetParts, **changed: Any) -> tuple[Mtp, dict[str, Tensor]]:

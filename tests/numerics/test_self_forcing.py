@@ -100,10 +100,12 @@ def test_branches_equal_reading_each_alone(family):
     text = torch.tensor(checks.random_text(target, 20, 1))
     drafted = torch.tensor([checks.random_text(target, 4, 30 + n) for n in range(3)])
     anchors = [2, 12, 19]
-    read = read_branches(target, text, anchors, drafted, rows=2)
-    for anchor, tokens, states in zip(anchors, drafted, read, strict=True):
-        alone = target.forward(torch.cat([text[: anchor + 1], tokens[:-1]])[None], ()).last[0, anchor:]
-        assert torch.allclose(states, alone, atol=2e-4), f"branch at {anchor}"
+    blocks = torch.cat([text[anchors][:, None], drafted], 1)
+    read = read_branches(target, text, anchors, blocks, (0, 3), rows=2)
+    for index, anchor in enumerate(anchors):
+        alone = target.forward(torch.cat([text[: anchor + 1], drafted[index]])[None], (0, 3))
+        assert torch.allclose(read.last[index], alone.last[0, anchor:], atol=2e-4), f"branch at {anchor}"
+        assert torch.allclose(read.aux[index], alone.aux[0, anchor:], atol=2e-4), f"branch at {anchor}"
 
 
 @pytest.mark.parametrize("kind", ["uniform", "exponential", "dpace"])

@@ -15,7 +15,7 @@ from eval.decoder import DecodeSettings
 from eval.evaluate import EvalSettings
 from tests import checks
 from tests.doubles import tiny_target
-from training.progressive import branch_mask, read_branches
+from training.progressive import read_behind
 
 K = 4
 FORMS = ("causal", "joint", "conditional")
@@ -225,14 +225,14 @@ def self_forced(target: Target, form: str, width: int, read) -> list[bool]:
 
 @pytest.mark.parametrize(("form", "width"), [("causal", 1), ("causal", 3), ("joint", 2)])
 def test_self_forced_labels_equal_the_slow_twin(form: str, width: int, target: Target) -> None:
-    assert all(self_forced(target, form, width, partial(read_branches, target)))
+    assert all(self_forced(target, form, width, partial(read_behind, target)))
 
 
 def test_self_forced_labels_need_their_own_branch(target: Target) -> None:
     """Planted: every anchor reads the branch of its neighbour."""
 
     def neighbours(batch: Batch, branches: Tensor, layers: tuple[int, ...]) -> Tensor:
-        return read_branches(target, batch, branches, layers).roll(1, 1)
+        return read_behind(target, batch, branches, layers).roll(1, 1)
 
     assert not all(self_forced(target, "causal", 3, neighbours))
 
@@ -241,7 +241,7 @@ def test_a_share_of_anchors_keeps_the_targets_labels(target: Target) -> None:
     half, drafter = head(target, 1, seed=1), head(target, 2, fresh=0.0, greedy=0.0).train()
     batch = checks.train_batch(target, drafter)
     exact = drafter.draws(batch, grid(batch, 2))
-    drafter.begin_stage(half, partial(read_branches, target), 0.5)
+    drafter.begin_stage(half, partial(read_behind, target), 0.5)
     mixed = drafter.draws(batch, grid(batch, 2))
     same = (exact.noise == mixed.noise).all(-1)
     assert same.any()
@@ -249,25 +249,28 @@ def test_a_share_of_anchors_keeps_the_targets_labels(target: Target) -> None:
     assert torch.equal(exact.labels[same], mixed.labels[same])
 
 
-def test_branch_mask_by_hand() -> None:
-    # A row of two documents, x x | y, and a branch of two tokens behind column 1 and of two behind column 2.
-    wanted = [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 1, 1, 0, 0],
-        [0, 0, 1, 0, 0, 1, 0],
-        [0, 0, 1, 0, 0, 1, 1],
-    ]
-    assert branch_mask(torch.tensor([[0, 0, 1]]), torch.tensor([[1, 2]]), 2)[0].long().tolist() == wanted
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_branches_equal_reading_each_document_alone(family: str) -> None:
+    """Packed documents, a padding anchor, and a target whose layers have a window."""
+    target = tiny_target(family)
+    batch = checks.train_batch(target, head(target))
+    batch.anchors = torch.nn.functional.pad(batch.anchors, (0, 1), value=-1)
+    branches = torch.randint(4, 60, (*batch.anchors.shape, 3), generator=torch.Generator().manual_seed(0))
+    read = read_behind(target, batch, branches, (0, 2, 3))
+    for row, place in (batch.anchors >= 0).nonzero().tolist():
+        end = int(batch.anchors[row, place]) + 1
+        text = batch.tokens[row, end - 1 - int(batch.positions[row, end - 1]) : end]
+        alone = target.forward(torch.cat([text, branches[row, place]])[None], (0, 2, 3)).aux[0, len(text) :]
+        assert torch.allclose(read[row, place], alone, atol=2e-4)
+    assert not read[batch.anchors < 0].any()
+    assert read_behind(target, batch, branches[..., :0], (0, 2, 3)).shape[2] == 0
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["causal", "joint"])
 def test_a_stage_starts_as_its_half(form: str, target: Target) -> None:
     half, drafter = head(target, 2, seed=1, form=form), head(target, 4, form=form)
-    drafter.begin_stage(half, partial(read_branches, target), 1.0)
+    drafter.begin_stage(half, partial(read_behind, target), 1.0)
     assert not any(name.startswith("_stage") for name in drafter.state_dict())
     batch = checks.train_batch(target, drafter)
     tokens, noise, tau = random_blocks(drafter, batch)
@@ -276,7 +279,7 @@ def test_a_stage_starts_as_its_half(form: str, target: Target) -> None:
 
 
 def test_refusals(target: Target) -> None:
-    read = partial(read_branches, target)
+    read = partial(read_behind, target)
     for noise, said in (
         ({"form": "both"}, "noise.form"),
         ({"form": "conditional", "order": "ranked"}, "token-id order"),
@@ -299,10 +302,6 @@ def test_refusals(target: Target) -> None:
             own.begin_stage(half, read, 0.5)
     with pytest.raises(ValueError, match="share"):
         head(target).begin_stage(head(target, 2), read, 0.0)
-    sliding = tiny_target("mistral")
-    batch = checks.train_batch(sliding, head(sliding))
-    with pytest.raises(ValueError, match="full attention"):
-        read_branches(sliding, batch, batch.anchors[..., None].clamp_min(0), (0, 2, 3))
 
 
 def test_a_wrong_verification_is_refused(target: Target) -> None:
