@@ -177,6 +177,8 @@ def whole_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
     """(name, values) of all parameters and persistent buffers below a module, offloaded ones included."""
     found = []
     for prefix, child in module.named_modules():
-        for name, _ in child.named_parameters(recurse=False):
-            found.append((f"{prefix}.{name}".lstrip("."), _whole(child, name)))
+        buffers = [name for name in child._buffers if name not in child._non_persistent_buffers_set]
+        for name in [*(name for name, _ in child.named_parameters(recurse=False)), *buffers]:
+            if getattr(child, name) is not None:
+                found.append((f"{prefix}.{name}".lstrip("."), _whole(child, name)))
     return found

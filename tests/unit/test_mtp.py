@@ -386,7 +386,7 @@ def test_warm_start_is_the_targets_last_block(family, concat):
     drafter = head(target, concat=concat, num_slots=2, modules=2)
     taken = drafter.warm_start(target.parts)
     names = {line.split()[2].removeprefix("block.") for line in taken if "last block" in line}
-    assert names == {name for name, _ in target.model.model.layers[-1].named_parameters()}
+    assert names == set(target.model.model.layers[-1].state_dict())
     states, places = torch.randn(1, 5, 32), torch.arange(5)[None]
     mask = torch.ones(1, 5, 5, dtype=torch.bool).tril()
     for module in drafter.heads:
@@ -395,8 +395,6 @@ def test_warm_start_is_the_targets_last_block(family, concat):
         assert torch.allclose(fused, module.hnorm(states), atol=1e-5)
         small = module.fuse(torch.zeros(1, 5, 32), states).square().mean().sqrt()
         assert 0.01 < small / module.enorm(states).square().mean().sqrt() < 0.2
-        bias = {n: b for n, b in target.model.model.layers[-1].named_buffers() if "bias" in n}
-        module.block.load_state_dict(bias, strict=False)
         ours = module.through(fused, places, mask, ChainKeys())
         theirs = through(target.model.model.layers[-1], drafter.rotary, fused, places, mask, ChainKeys())
         assert torch.allclose(ours, theirs, atol=1e-5)

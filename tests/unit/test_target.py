@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from data import embedded
-from data.identity import identity_difference
+from data.identity import identity_difference, weights_fingerprint
 from data.target import Target, feature_truth
 from tests.doubles import (
     END_ID,
@@ -87,9 +87,18 @@ def test_identity_and_last_block(target: Target) -> None:
     assert (target.identity["num_layers"], target.identity["hidden_size"], target.identity["vocab_size"]) == (5, 32, 64)
     block = target.parts.last_block()
     own = target.model.model.layers[NUM_LAYERS - 1].state_dict()
-    assert block.keys() <= own.keys()
+    assert block.keys() == own.keys()
     assert all(torch.equal(block[name], own[name]) for name in block)
     assert target.eos_ids == (END_ID,)
+
+
+def test_a_routers_bias_is_part_of_identity_and_last_block() -> None:
+    target = tiny_target("deepseek_v3")
+    name = next(name for name, _ in target.model.model.layers[-1].named_buffers() if "correction_bias" in name)
+    assert name in target.parts.last_block()
+    before = weights_fingerprint(target.model)
+    target.model.model.layers[-1].get_buffer(name).add_(1.0)
+    assert weights_fingerprint(target.model) != before
 
 
 def test_a_scale_the_config_does_not_declare_is_refused() -> None:
