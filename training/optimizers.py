@@ -135,14 +135,36 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     """Nearest semi-orthogonal matrix by the quintic Newton-Schulz iteration (Jordan et al. 2024). [m, n] -> [m, n]
     float32.
 
-    bf16 where a GPU does the work, as in the source; float32 elsewhere.
+    bf16 where a GPU does the work, as in the source; float32 elsewhere, where long matrices take the shorter way.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)
+    iterate = iterate_gram if x.dtype == torch.float32 and x.shape[1] > 2 * x.shape[0] else iterate_plain
+    x = iterate(x, steps)
+    return (x.T if tall else x).to(matrix.dtype)
+
+
+A, B, C = 3.4445, -4.7750, 2.0315  # of the quintic, Jordan et al. 2024
+
+
+def iterate_plain(x: Tensor, steps: int) -> Tensor:
+    """x <- (A + B G + C G^2) x with G = x x^T, `steps` times; x [m, n], m <= n."""
     for _ in range(steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+        x = A * x + (B * gram + C * gram @ gram) @ x
+    return x
+
+
+def iterate_gram(x: Tensor, steps: int) -> Tensor:
+    """The same in [m, m] products, which commute, and one last product with x: 34 m^3 + 4 m^2 n instead of
+    10 m^3 + 20 m^2 n operations at five steps. Float32 only: G squares what is small in x."""
+    gram, whole = x @ x.T, None
+    for step in range(steps):
+        factor = B * gram + C * gram @ gram
+        factor.diagonal().add_(A)
+        whole = factor if whole is None else factor @ whole
+        if step < steps - 1:
+            gram = factor @ (gram @ factor)
+    return x if whole is None else whole @ x

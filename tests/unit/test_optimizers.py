@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.optimizers import Muon, OptimizerSettings, build_optimizer, orthogonalise, rate
+from training.optimizers import Muon, OptimizerSettings, build_optimizer, iterate_gram, iterate_plain, orthogonalise, rate
 
 
 def test_orthogonalise_brings_singular_values_near_one():
@@ -15,6 +15,19 @@ def test_orthogonalise_brings_singular_values_near_one():
     assert values.min() > 0.6
     assert values.max() < 1.3
     assert orthogonalise(matrix.T).shape == (20, 12)
+
+
+@pytest.mark.parametrize("decay", [0.0, 6.0])
+def test_products_of_the_gram_matrix_equal_the_plain_iteration(decay):
+    """Also for a spectrum that falls over six decades, as gradients' do."""
+    generator = torch.Generator().manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(16, 16, generator=generator))
+    right, _ = torch.linalg.qr(torch.randn(64, 16, generator=generator))
+    matrix = left * torch.logspace(0, -decay, 16) @ right.T
+    matrix = matrix / matrix.norm()
+    assert torch.allclose(iterate_gram(matrix, 5), iterate_plain(matrix, 5), atol=2e-3)
+    assert torch.allclose(iterate_gram(matrix.double(), 5), iterate_plain(matrix.double(), 5), atol=1e-9)
+    assert torch.equal(orthogonalise(matrix), iterate_gram(matrix / (matrix.norm() + 1e-7), 5))
 
 
 def test_adam_group_equals_torch():
