@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from training.optimizers import Muon, OptimizerSettings, build_optimizer, iterate_gram, iterate_plain, orthogonalise, rate
+from training.optimizers import (
+    Muon,
+    OptimizerSettings,
+    build_optimizer,
+    iterate_gram,
+    iterate_plain,
+    orthogonalise,
+    rate,
+)
 
 
 def test_orthogonalise_brings_singular_values_near_one():
