@@ -7,6 +7,7 @@ Each entry also runs as a module: `python -m training.train ...`.
 """
 
 import importlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -54,7 +55,10 @@ def main() -> None:
         sys.argv.append(f"hydra.job.name={command}")
         {"demo": demo, "export": export}[command]()
     else:
-        importlib.import_module(ENTRIES[command][0]).main()
+        module = ENTRIES[command][0]
+        # Lightning starts further ranks by what __main__ says it is: `python -m MODULE` with the words that are left.
+        sys.modules["__main__"].__spec__ = importlib.util.find_spec(module)
+        importlib.import_module(module).main()
 
 
 def action_words(words: Sequence[str]) -> list[str]:

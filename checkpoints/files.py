@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import safe_open
@@ -72,6 +72,27 @@ def sha256_file(path: Path) -> str:
         while piece := handle.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The file `name` of a folder, where the name was read from a file of others (an index, an archive). ValueError
+    when it leads out of the folder."""
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not parts or "\\" in name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
+        raise ValueError(f"{folder} names the file {name!r}, which does not lie in it: not opened")
+    return Path(folder) / name
+
+
+def index_of(path: Path) -> dict[str, str]:
+    """weight_map of a safetensors or torch index: tensor -> file. ValueError names a file outside the index's
+    folder."""
+    found = read_json(path)
+    places = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(places, dict):
+        raise ValueError(f"{path} has no weight_map")
+    for file in set(map(str, places.values())):
+        inside(Path(path).parent, file)
+    return {str(tensor): str(file) for tensor, file in places.items()}
 
 
 def fingerprint(value: Any) -> str:

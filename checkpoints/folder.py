@@ -73,18 +73,20 @@ def save_drafter(
     data: dict[str, Any] | None = None,
     measured: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    tensors: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write a drafter's folder; returns it. Tensors are the drafter's state dict (cast to `dtype` when given) and
     d2t, t2d.
 
-    data: chat template, thinking mode, source of the training data. measured: tau and conditions. ValueError when the
+    data: chat template, thinking mode, source of the training data. measured: tau and conditions. tensors: the state
+    dict to write (None: the drafter's own), for one whose weights lie on several ranks. ValueError when the
     target's identity lacks a key, or the drafter's class does not live in a module of `drafters`.
     """
     folder = Path(folder)
     missing = [key for key in MUST_AGREE if target_identity.get(key) is None]
     if missing:
         raise ValueError(f"the target's identity lacks {', '.join(missing)}: a drafter must say which target it is for")
-    trained = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+    trained = {name: tensor.detach() for name, tensor in (tensors or drafter.state_dict()).items()}
     clash = sorted(set(trained) & set(MAPS))
     if clash:
         raise ValueError(f"{type(drafter).__name__} names a tensor {clash[0]!r}, which is kept for the vocabulary maps")

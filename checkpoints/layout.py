@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from checkpoints.files import read_json, read_tensors
+from checkpoints.files import index_of, read_json, read_tensors
 
 Convention = Literal["outputs", "blocks_applied"]
 Family = Literal["eagle3", "block", "peagle", "medusa", "eagle1", "model"]
@@ -146,7 +146,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         return read_tensors(folder / "model.safetensors")
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).exists():
-            files = sorted(set(read_json(folder / index)["weight_map"].values()))
+            files = sorted(set(index_of(folder / index).values()))
             return {name: tensor for file in files for name, tensor in _read(folder / file).items()}
     if (folder / "pytorch_model.bin").exists():
         return _read(folder / "pytorch_model.bin")

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from checkpoints.files import atomic, read_json
+from checkpoints.files import atomic, index_of, read_json
 from checkpoints.native_layouts import text_config
 from checkpoints.target_files import EMBEDDINGS, HEADS, INDEX, SINGLE
 
@@ -52,7 +52,7 @@ class Checkpoint:
             raise ValueError(f"{folder} is no folder; a native head is read from the target's downloaded files")
         config = read_json(folder / CONFIG)
         if (folder / INDEX).exists():
-            files = dict(read_json(folder / INDEX)["weight_map"])
+            files = index_of(folder / INDEX)
             lost = sorted({file for file in files.values() if not (folder / file).exists()})
             if lost:
                 raise ValueError(f"{folder / INDEX} names {', '.join(lost)}, which is not there")

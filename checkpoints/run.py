@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.files import write_json
+from checkpoints.redact import without_secrets
 
 T = TypeVar("T")
 PACKAGES = ("torch", "lightning", "transformers", "datasets", "accelerate", "hydra-core", "safetensors", "wandb")
@@ -50,9 +51,8 @@ def known_groups(config: DictConfig, *names: str) -> None:
 
 def record(folder: Path, config: DictConfig, **fingerprints: Any) -> None:
     """Write run.json: resolved config, command, git revision, package versions, machine, data and target
-    fingerprints."""
-    write_json(
-        Path(folder) / "run.json",
+    fingerprints. Secrets are hidden."""
+    found = without_secrets(
         {
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "config": OmegaConf.to_container(config, resolve=True),
@@ -60,8 +60,9 @@ def record(folder: Path, config: DictConfig, **fingerprints: Any) -> None:
             "packages": {name: _version(name) for name in PACKAGES},
             "machine": machine(),
             "fingerprints": fingerprints,
-        },
+        }
     )
+    write_json(Path(folder) / "run.json", found)
 
 
 def machine() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from checkpoints.files import read_json
+from checkpoints.files import index_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.language_model.lm_head.weight")
@@ -40,7 +40,7 @@ def _files(name: str, **hub: Any) -> dict[str, str]:
     """File of each tensor."""
     index = cached_file(name, INDEX, _raise_exceptions_for_missing_entries=False, **hub)
     if index is not None:
-        places = read_json(Path(index))["weight_map"]
+        places = index_of(Path(index))
         return {
             tensor: str(cached_file(name, file, **hub))
             for tensor, file in places.items()

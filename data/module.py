@@ -77,7 +77,8 @@ class OnlineSource:
 
 
 class Steps(Dataset):
-    """Micro-step of `total` -> Batch of this rank's rows; a rank left without rows in a short batch gets padding."""
+    """Micro-step of `total` -> Batch of this rank's rows: every `ranks`-th one. A rank left without rows in a short
+    batch gets a row in which nothing is an answer, so that it takes part in every step and counts for nothing."""
 
     def __init__(
         self, source: SampleSource, plan: Plan, collate: Collate, total: int, rank: int = 0, ranks: int = 1
@@ -90,9 +91,10 @@ class Steps(Dataset):
         mine = rows[self.rank :: self.ranks]
         samples = iter(self.source.samples([index for row in mine or rows[:1] for index in row]))
         packed = [[next(samples) for _ in row] for row in mine or rows[:1]]
-        batch = self.collate(packed, seed=step * self.ranks + self.rank, progress=step / self.total)
+        batch = self.collate(packed, step, step / self.total, self.rank, self.ranks)
         if not mine:
             batch.anchors.fill_(-1)
+            batch.turns.zero_()
         return batch
 
 
@@ -156,6 +158,15 @@ class PackedData(LightningDataModule):
     def first(self) -> Batch:
         """The whole first micro-batch, on every rank, to solve a warm start from."""
         return Steps(self.source, self.plan, self.collate, 1)[0]
+
+    def ids_at(self, step: int) -> list[str]:
+        """Ids of all conversations of a micro-step, over all ranks."""
+        return [self.source.ids[index] for row in self.plan.batch(step) for index in row]
+
+    def setup(self, stage: str) -> None:
+        ranks = self.trainer.world_size if self.trainer else 1
+        if self.settings.rows < ranks:
+            raise ValueError(f"batch.rows counts rows over all ranks: {self.settings.rows} leave some of {ranks} idle")
 
     def train_dataloader(self) -> StepLoader:
         return StepLoader(self.steps, self.settings.workers)

@@ -7,6 +7,7 @@ tokens would cost twice one, where on a GPU it costs the same. Laid out once, it
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 PACK_AT_MOST = 4 << 30  # bytes of weights: packing holds them twice
 
@@ -37,6 +38,7 @@ def packable(weight: Tensor) -> bool:
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.ndim == 2
+        and not isinstance(weight, DTensor)
         and torch.backends.mkldnn.is_available()
     )
 

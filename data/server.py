@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from checkpoints.redact import hide
 from data.chat import Template, TemplateError
 from drafters.sampling import Sampling
 
@@ -36,6 +37,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"answers.server.base_url must start with http:// or https://, got {self.base_url!r}")
+        if "@" in self.base_url.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "answers.server.base_url holds credentials: put the key into an environment variable and name that in "
+                "api_key_env"
+            )
         if self.concurrency < 1 or self.retries < 0:
             given = f"{self.concurrency} and {self.retries}"
             raise ValueError(f"answers.server: concurrency must be >= 1 and retries >= 0, got {given}")
@@ -167,9 +173,9 @@ async def _post(client: httpx.AsyncClient, body: dict[str, Any], settings: Serve
                     raise Refused(f"HTTP {response.status_code} without JSON: {response.text[:200]}") from error
             trouble = f"HTTP {response.status_code}: {response.text[:200]}"
             if response.status_code not in RETRIED:
-                raise Refused(trouble)
+                raise Refused(hide(trouble))
             after = response.headers.get("retry-after", "")
             wait = min(LONGEST_WAIT, float(after)) if after.isdigit() else wait
         if attempt < settings.retries:
             await asyncio.sleep(wait)
-    raise Refused(f"gave up after {settings.retries + 1} tries: {trouble}")
+    raise Refused(hide(f"gave up after {settings.retries + 1} tries: {trouble}"))

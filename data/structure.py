@@ -3,12 +3,14 @@
 Letters in shapes: D hidden width, V target vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm", "norm_f")
@@ -37,7 +39,7 @@ class Anatomy:
     def last_block(self) -> dict[str, Tensor]:
         """Tensors of the last decoder layer by their names inside it."""
         block = self.layers[-1]
-        return {name: parameter for name, parameter in whole_parameters(block)}
+        return dict(whole_parameters(block))
 
     def check_embedding(self, tokens: Tensor, first: Tensor) -> None:
         """The first layer's input must be embedding x scale: ValueError otherwise. tokens [1, N], first [1, N, D]."""
@@ -167,18 +169,22 @@ def _embedding_scale(embedder: nn.Module, config: PretrainedConfig) -> float:
 def _whole(module: nn.Module, name: str) -> Tensor:
     """A parameter's values, also when accelerate keeps them off the device: then a CPU copy."""
     parameter = getattr(module, name)
+    if isinstance(parameter, DTensor):  # spread over processes, each of which must come here
+        return parameter.detach().full_tensor()
     if parameter.device.type != "meta":
         return parameter.detach()
     with align_module_device(module, "cpu"):
         return getattr(module, name).detach().clone()
 
 
-def whole_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, values) of all parameters and persistent buffers below a module, offloaded ones included."""
-    found = []
-    for prefix, child in module.named_modules():
-        buffers = [name for name in child._buffers if name not in child._non_persistent_buffers_set]
-        for name in [*(name for name, _ in child.named_parameters(recurse=False)), *buffers]:
-            if getattr(child, name) is not None:
-                found.append((f"{prefix}.{name}".lstrip("."), _whole(child, name)))
-    return found
+def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, values) of all parameters and persistent buffers below a module by name, offloaded and spread ones
+    included. One is whole at a time."""
+    found = {
+        f"{prefix}.{name}".lstrip("."): (child, name)
+        for prefix, child in module.named_modules()
+        for name, value in [*child._parameters.items(), *child._buffers.items()]
+        if value is not None and name not in child._non_persistent_buffers_set
+    }
+    for full in sorted(found):
+        yield full, _whole(*found[full])

@@ -25,10 +25,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from checkpoints.files import index_of
 from checkpoints.run import native_bf16
 from data.embedded import EMBEDDED, embedded_folder
 from data.identity import identity_of
 from data.packed import PackedLinear, pack_linears, packable
+from data.spread import Together, parallel_arguments
 from data.structure import Anatomy, anatomy
 from drafters.contract import TargetParts, check_layers
 
@@ -51,9 +53,11 @@ class TargetSettings:
 
     name: str
     dtype: str = "auto"
-    device_map: str | None = None
+    device_map: str | dict[str, Any] | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    offload_folder: str | None = None
+    tp_plan: str | dict[str, str] | None = None
 
 
 def unused_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int | None:
@@ -102,6 +106,7 @@ class Target:
         # On a CPU the same products from weights laid out once; a model spread or moved elsewhere stays as it is.
         head = self._anatomy.head
         self._head = PackedLinear(head, self._anatomy.head_bias) if pack_linears(model) and packable(head) else None
+        self._together: Together | None = None
         self._check_anatomy()
 
     @classmethod
@@ -109,15 +114,19 @@ class Target:
         cls,
         name: str,
         dtype: str = "auto",
-        device_map: str | None = None,
+        device_map: str | dict[str, Any] | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        offload_folder: str | None = None,
+        tp_plan: str | dict[str, str] | None = None,
     ) -> Self:
         """Load by folder, hub id, or "smollm2" (the embedded default).
 
         dtype: auto (bfloat16 where the machine multiplies it in hardware, else float32), bfloat16, float16 or float32.
-        device_map: passed to accelerate ("auto" spreads over all devices); None puts the model on the first GPU, or
-        the CPU. ValueError on an unknown dtype or a model whose parts are not found.
+        device_map: passed to accelerate ("auto" spreads layers over all devices, then the CPU's memory, then
+        offload_folder; or a dict of module: device); None puts the model on the first GPU, or the CPU. tp_plan: spread
+        over the processes of torchrun, for capture (data.spread); only the first of them returns from here. ValueError
+        on an unknown dtype or a model whose parts are not found.
         """
         if dtype not in ("auto", *DTYPES):
             raise ValueError(f"target.dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
@@ -126,13 +135,22 @@ class Target:
         if name != EMBEDDED and Path(source).expanduser().is_dir():
             source = str(Path(source).expanduser().resolve())
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        check_files(source)
         config = AutoConfig.from_pretrained(source, **shared)
         auto = AutoModelForCausalLM if _is_causal(config) or trust_remote_code else AutoModelForImageTextToText
-        model = auto.from_pretrained(source, dtype=wanted, device_map=device_map, **shared)
-        if device_map is None and torch.cuda.is_available():
+        placing: dict[str, Any] = {"device_map": device_map, "offload_folder": offload_folder}
+        if tp_plan is not None:
+            if device_map is not None:
+                raise ValueError("target.tp_plan and target.device_map exclude each other")
+            placing = parallel_arguments(tp_plan)
+        model = auto.from_pretrained(source, dtype=wanted, use_safetensors=True, **placing, **shared)
+        if device_map is tp_plan is None and torch.cuda.is_available():
             model = model.to("cuda")  # type: ignore[arg-type]  # the stubs take `self` for the first argument
         tokenizer = AutoTokenizer.from_pretrained(source, **shared)
-        return cls(model, tokenizer, name, source, revision or getattr(config, "_commit_hash", None))
+        found = cls(model, tokenizer, name, source, revision or getattr(config, "_commit_hash", None))
+        if tp_plan is not None:
+            found._together = Together(found._anatomy.decoder, {"read": found._read, "top1": found._own_top1})
+        return found
 
     @property
     def parts(self) -> TargetParts:
@@ -147,7 +165,7 @@ class Target:
             head_bias=found.head_bias,
             logit_scale=found.logit_scale,
             logit_softcap=found.logit_softcap,
-            last_block=found.last_block,
+            last_block=None if self._together else found.last_block,
             identity=self.identity,
             mask_token=unused_token(self.tokenizer, len(found.embedding)),
         )
@@ -196,7 +214,22 @@ class Target:
             attention_mask = attention_mask.to(self.device)
         if positions is None:
             positions = default_positions(tokens, attention_mask, _past(cache))
-        arguments = {"attention_mask": attention_mask, "position_ids": positions.to(self.device)}
+        places = positions.to(self.device)
+        if self._together is not None and cache is None:
+            return self._together.run("read", tokens, wanted, attention_mask, places)  # type: ignore[no-any-return]
+        return self._read(tokens, wanted, attention_mask, places, cache)
+
+    def _read(
+        self,
+        tokens: Tensor,
+        wanted: Sequence[int],
+        attention_mask: Tensor | None,
+        positions: Tensor,
+        cache: Any = None,
+    ) -> Features:
+        moved = (None if x is None else x.to(self.device) for x in (tokens, attention_mask, positions))
+        tokens, *rest = moved
+        arguments: dict[str, Any] = dict(zip(("attention_mask", "position_ids"), rest, strict=True))
         if cache is not None:
             arguments[self._cache_name] = cache
         with _outputs([self._anatomy.layers[i] for i in wanted]) as kept:
@@ -216,6 +249,11 @@ class Target:
     @torch.inference_mode()
     def own_top1(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Argmax of the whole model's own logits, the outside witness of check 4. [B, T] -> int64 [B, T]."""
+        if self._together is not None:
+            return self._together.run("top1", tokens, attention_mask)  # type: ignore[no-any-return]
+        return self._own_top1(tokens, attention_mask)
+
+    def _own_top1(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         positions = default_positions(tokens, attention_mask, 0)
         arguments = {"attention_mask": attention_mask, "position_ids": positions}
         moved = {name: None if value is None else value.to(self.device) for name, value in arguments.items()}
@@ -267,6 +305,13 @@ def feature_truth(
             f"layer, dtype or target, or the head's scale is wrong"
         )
     return share
+
+
+def check_files(source: str) -> None:
+    """ValueError when the index of a folder's weights names a file outside of it."""
+    index = Path(source) / "model.safetensors.index.json"
+    if index.is_file():
+        index_of(index)
 
 
 def default_positions(tokens: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:

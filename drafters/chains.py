@@ -21,7 +21,7 @@ def fewer(batch: Batch, alive: Tensor, place: Tensor | None, count: int) -> Tens
     anchor), so that equal keys make deeper draws subsets of shallower ones. place [B, A'] indices of the current
     anchors (None: all).
     """
-    keys = counter_uniform(torch.full_like(batch.anchors, batch.seed), _flat(batch.anchors), TRAIN_STREAM)
+    keys = counter_uniform(torch.full_like(batch.anchors, batch.seed), _flat(batch), TRAIN_STREAM)
     keys = torch.where(alive, keys, 2.0)
     if place is not None:
         keys = keys.gather(1, place)
@@ -47,6 +47,6 @@ def spread(states: Tensor, place: Tensor | None, anchors: int) -> Tensor:
     return whole.scatter(1, place[..., None].expand_as(states), states)
 
 
-def _flat(anchors: Tensor) -> Tensor:
-    """A number for every anchor of the batch: row * 2^20 + position."""
-    return torch.arange(len(anchors), device=anchors.device)[:, None] * (1 << 20) + anchors
+def _flat(batch: Batch) -> Tensor:
+    """A number for every anchor of the micro-step: row number * 2^20 + position."""
+    return batch.row_numbers[:, None] * (1 << 20) + batch.anchors

@@ -120,8 +120,9 @@ class Batch:
     included). aux [B, T, L, D] chosen layers' outputs, ascending. last [B, T, D] last hidden state after the final
     norm. top1 [B, T] int64: argmax of the target's logits at each position. lse [B, T] float32: log-sum-exp of those
     logits. anchors [B, A] int64 positions in the row, ascending, -1 on padding. seed: the micro-step, for drafters that
-    draw while training. progress: share of training done, in [0, 1), for curricula. drafted: the drafter's own tokens
-    after the anchors, when it trains on those.
+    draw while training; they draw by (seed, row number), never by the rank that holds a row. progress: share of
+    training done, in [0, 1), for curricula. first_row, row_step: row b is number first_row + b * row_step of the
+    micro-step's rows over all ranks. drafted: the drafter's own tokens after the anchors, when it trains on those.
     """
 
     tokens: Tensor
@@ -136,6 +137,13 @@ class Batch:
     seed: int = 0
     progress: float = 0.0
     drafted: Drafted | None = None
+    first_row: int = 0
+    row_step: int = 1
+
+    @property
+    def row_numbers(self) -> Tensor:
+        """[B] int64: each row's number among the micro-step's rows of all ranks."""
+        return self.first_row + self.row_step * torch.arange(len(self.tokens), device=self.tokens.device)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move all tensors; cast the features (aux, last) to dtype when given."""

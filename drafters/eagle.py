@@ -96,11 +96,13 @@ class Eagle(Unrolled):
 
     def noisy(self, batch: Batch) -> Batch:
         """The batch as this drafter reads it: in training mode with U(-noise, noise) on every feature, of the batch's
-        seed alone."""
+        seed and each row's number alone."""
         if not self.training or self.noise == 0:
             return batch
-        generator = torch.Generator(batch.last.device).manual_seed(batch.seed)
-        drawn = torch.rand(batch.last.shape, generator=generator, device=batch.last.device)
+        device, (rows, *shape) = batch.last.device, batch.last.shape
+        numbers = [batch.first_row + row * batch.row_step for row in range(rows)]
+        generators = [torch.Generator(device).manual_seed((batch.seed << 20) + number) for number in numbers]
+        drawn = torch.stack([torch.rand(shape, generator=one, device=device) for one in generators])
         return replace(batch, last=batch.last + (self.noise * (2 * drawn - 1)).to(batch.last.dtype))
 
     def logits(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ class KForcing(BlockDrafter):
         if not self.training and purpose == FIELD:
             places = batch.positions.gather(1, columns)[..., None] + steps
             return counter_uniform(torch.full_like(places, batch.seed), places, self.stream)
-        rows = torch.arange(len(columns), device=columns.device)[:, None] * (1 << 20)
+        rows = batch.row_numbers[:, None] * (1 << 20)
         places = (rows + columns)[..., None] + steps
         return counter_uniform(torch.full_like(places, batch.seed), places + purpose, TRAIN_STREAM)
 

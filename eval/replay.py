@@ -127,17 +127,17 @@ def rounds_of(
     numbers: Sequence[int],
     num_slots: int,
     sampling: Sampling | None = None,
-    seed: int = 0,
+    seeds: Tensor | None = None,
     peaks: bool = False,
 ) -> Iterator[Round]:
     """Every round of a batch of trajectories, which have these numbers. sampling: of the drafts (None: greedy); they
-    are accepted while they agree with the answer."""
+    are accepted while they agree with the answer. seeds [R] int64 of the drafts (None: 0..R-1)."""
     longest = max(len(one.tokens) for one in batch)
     parameter = next(drafter.parameters(), None)
     like = batch[0].last if parameter is None else parameter
     state = drafter.begin(len(batch), longest + num_slots)
     drafter.start(state, torch.stack([one.tokens[0] for one in batch]).to(like.device))
-    seeds = torch.arange(len(batch), device=like.device) + seed
+    seeds = (torch.arange(len(batch)) if seeds is None else seeds).to(like.device)
     read, anchor = [0] * len(batch), [one.prompt for one in batch]
     while any(anchor[r] < len(one.tokens) - 1 for r, one in enumerate(batch)):
         next_ids, aux, last, lengths = _unread(batch, read, anchor)

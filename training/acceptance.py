@@ -8,8 +8,8 @@ from typing import Any, cast
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 
-from drafters.contract import Drafter
 from eval.replay import Acceptance, Trajectory, replay
+from training.module import DrafterModule
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class AcceptanceCallback(Callback):
         self.history: list[dict[str, Any]] = []
         self.watch = Stopwatch()
 
-    def measure(self, module: LightningModule) -> Acceptance:
+    def measure(self, module: DrafterModule) -> Acceptance:
         """Replay all trajectories with the module's drafter."""
-        drafter = cast(Drafter, module.drafter)
-        return replay(drafter, self.trajectories, self.settings.num_slots or drafter.num_slots)
+        with module.whole_drafter() as drafter:
+            return replay(drafter, self.trajectories, self.settings.num_slots or drafter.num_slots)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.watch.start()
@@ -84,21 +84,25 @@ class AcceptanceCallback(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step, every = trainer.global_step, self.settings.every
         last = step >= trainer.max_steps > 0
+        if cast(DrafterModule, pl_module).stopping:  # there may be seconds left; the run that goes on measures
+            return
         if step and step != self.measured_at and (last or (every and step % every == 0)):
             self._note(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A run that its time limit stopped is measured where it stopped.
-        if trainer.global_step and trainer.global_step != self.measured_at:
+        stopping = cast(DrafterModule, pl_module).stopping
+        if not stopping and trainer.global_step and trainer.global_step != self.measured_at:
             self._note(trainer, pl_module)
         self.watch.stop()
 
     def _note(self, trainer: Trainer, module: LightningModule) -> None:
         """Measure, and log straight to the loggers: Lightning's own logging drops values between its logging steps."""
         seconds, cpu_seconds = self.watch.stop()
+        module = cast(DrafterModule, module)
         found = self.measure(module)
         self.watch.start()
-        step, seen = trainer.global_step, cast(int, module.tokens_seen)
+        step, seen = trainer.global_step, module.tokens_seen
         values = {"tau": found.tau} | {f"tau/{domain}": tau for domain, tau in found.domains.items()}
         values |= {f"alpha/{k + 1}": alpha for k, alpha in enumerate(found.alpha)}
         for logger in trainer.loggers:

@@ -1,17 +1,23 @@
 """The Lightning module: one training step for every drafter. The frozen target's parts are held, never saved."""
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning import LightningModule
+from rich.console import Console
 from torch import Tensor
 
+from data.module import PackedData
 from drafters.contract import Batch, Drafter, TargetParts
 from training.objectives import Objective, slot_terms
 from training.optimizers import OptimizerSettings, build_optimizer, rate
-from training.reduce import Window, divide_gradients
+from training.reduce import Window, divide_gradients, gradient_norm
 from training.self_forcing import SelfForcing
+from training.sharded import shard, whole
 
 
 class DrafterModule(LightningModule):
@@ -19,7 +25,11 @@ class DrafterModule(LightningModule):
 
     Losses are sums over supervised slots; `on_before_optimizer_step` divides gradients by the denominator of the whole
     accumulation window over all ranks. total_steps: optimizer steps of the whole run, for the schedule.
-    self_forcing: puts the drafter's own drafts in the place of some batches (None: never).
+    self_forcing: puts the drafter's own drafts in the place of some batches (None: never). max_skipped: steps in a row
+    whose loss or gradient is not finite that are skipped and counted; one more ends the run.
+
+    stop_asked: set by a signal on any rank; stopping: all ranks know it, after the same step. autocast: compute in
+    bfloat16 inside the step, where the strategy leaves that to the module.
     """
 
     def __init__(
@@ -30,6 +40,7 @@ class DrafterModule(LightningModule):
         optimizer: OptimizerSettings,
         total_steps: int,
         self_forcing: SelfForcing | None = None,
+        max_skipped: int = 20,
     ) -> None:
         super().__init__()
         self.drafter, self.objective, self.settings, self.total_steps = drafter, objective, optimizer, total_steps
@@ -37,16 +48,32 @@ class DrafterModule(LightningModule):
         self._held = (target,)  # a tuple, so that Lightning neither saves nor moves it
         self.self_forcing = self_forcing
         self.window = Window()
-        self.tokens_seen = 0
+        self.tokens_seen = self.skipped = self._in_a_row = 0
+        self.max_skipped, self.autocast = max_skipped, False
+        self.stop_asked = self.stopping = False
         self._started: tuple[float, int] | None = None
 
     @property
     def target(self) -> TargetParts:
         return self._held[0]
 
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            shard(self, self.device_mesh)
+
+    @contextmanager
+    def whole_drafter(self) -> Iterator[Drafter]:
+        """The drafter with all of its weights on this rank, outside a training step. Every rank must call it."""
+        with whole(self):
+            yield self.drafter
+
     def training_step(self, batch: Batch, step: int) -> Tensor:
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> Tensor:
         if self.self_forcing is not None:
-            batch = self.self_forcing(self.drafter, batch, batch.seed // self.trainer.world_size)
+            batch = self.self_forcing(self.drafter, batch, batch.seed)
         terms = slot_terms(self.drafter, self.drafter.slots(batch), batch, self.target, self.objective)
         self.window.add(
             loss=terms.loss,
@@ -56,6 +83,7 @@ class DrafterModule(LightningModule):
             overlap=terms.overlap,
             supervised=terms.supervised,
             tokens=(batch.turns > 0).sum(),
+            stop=torch.full((), float(self.stop_asked), device=terms.loss.device),
             **{f"part/{name}": value for name, value in terms.parts.items()},
         )
         return terms.loss
@@ -64,12 +92,38 @@ class DrafterModule(LightningModule):
         sums = self.window.close()
         averaged = self.trainer.world_size * self.trainer.accumulate_grad_batches
         divide_gradients(self.parameters(), sums["denominator"], averaged)
-        self._report(sums)
+        norm = gradient_norm(self.parameters())
+        known = [sums["tokens"], sums["supervised"].sum(), sums["stop"], norm.to(sums["loss"]), sums["loss"]]
+        tokens, slots, stop, size, loss = torch.stack(known).tolist()  # the step's one wait for the device
+        self.stopping = stop > 0
+        self.tokens_seen += int(tokens)
+        if not math.isfinite(size) or not math.isfinite(loss):
+            self._skip(f"loss {loss}, gradient norm {size}")
+            return
+        self._in_a_row = 0
+        self._report(sums, int(slots), size)
 
-    def _report(self, sums: dict[str, Tensor]) -> None:
+    def _skip(self, what: str) -> None:
+        """Leave weights and optimizer as they are: both pass over parameters without a gradient. FloatingPointError
+        after too many in a row."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
+        window, data = self.trainer.accumulate_grad_batches, self.trainer.datamodule  # type: ignore[attr-defined]
+        steps = range(self.global_step * window, (self.global_step + 1) * window)
+        names = [name for step in steps for name in data.ids_at(step)] if isinstance(data, PackedData) else []
+        line = f"step {self.global_step} skipped, not finite: {what}; conversations {', '.join(names[:8])}"
+        if self._in_a_row > self.max_skipped:
+            raise FloatingPointError(
+                f"{line}; {self._in_a_row} steps in a row, more than trainer.max_skipped {self.max_skipped}. The last "
+                f"checkpoint holds finite weights: lower optimizer.lr, or look at these conversations"
+            )
+        self.log_dict({"skipped": float(self.skipped)})
+        if self.trainer.is_global_zero:
+            Console().print(line, style="yellow", soft_wrap=True, highlight=False)
+
+    def _report(self, sums: dict[str, Tensor], slots: int, norm: float) -> None:
         """Log what the window summed; names carry no reduction because sums were divided here, once."""
-        self.tokens_seen += int(sums["tokens"])
-        slots = int(sums["supervised"].sum())
         now = time.perf_counter()
         started, before = self._started or (now, 0)
         self._started = (started, before + slots) if self._started else (now, 0)
@@ -84,6 +138,7 @@ class DrafterModule(LightningModule):
         kept = {f"alpha_train/{k + 1}": value for k, value in enumerate(alpha)}
         kept |= {f"overlap/{k + 1}": v for k, v in enumerate(sums["overlap"] / sums["supervised"].clamp_min(1))}
         kept |= {f"loss/{n[5:]}": v / denominator for n, v in sums.items() if n.startswith("part/")}
+        kept |= {"grad_norm": norm, "skipped": float(self.skipped)}
         kept |= {"tokens": float(self.tokens_seen), "lr": self.optimizers().param_groups[-1]["lr"]}  # type: ignore[union-attr]
         self.log_dict(shown, prog_bar=True)
         self.log_dict(kept)
@@ -97,11 +152,11 @@ class DrafterModule(LightningModule):
         return batch.to(device)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["tokens_seen"] = self.tokens_seen
+        checkpoint |= {"tokens_seen": self.tokens_seen, "skipped": self.skipped}
         if self.self_forcing is not None:
             checkpoint["self_forcing"] = self.self_forcing.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.tokens_seen = checkpoint["tokens_seen"]
+        self.tokens_seen, self.skipped = checkpoint["tokens_seen"], checkpoint["skipped"]
         if self.self_forcing is not None:
             self.self_forcing.load_state_dict(checkpoint["self_forcing"])

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Window:
@@ -43,3 +44,10 @@ def divide_gradients(parameters: Iterable[nn.Parameter], denominator: Tensor, av
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Norm of all gradients, a scalar that is not finite when any of them is not; of the whole model where ranks hold
+    shards, so every rank must call it. No sync with the host."""
+    found = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return found.full_tensor() if isinstance(found, DTensor) else found

@@ -15,7 +15,7 @@ then the target reads the drafts once (eval.branches), and its distributions the
 A rollout serves `reuse` micro-steps: rejections are replayed while the drafter moves on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from drafters.contract import Batch, Drafted, Drafter
 from drafters.sampling import FORCING_STREAM, Sampling, counter_uniform
 from eval.branches import read_branches
 from eval.replay import Round, Trajectory, rounds_of
+from training.ranks import all_gathered
 
 AT_ONCE = 32
 
@@ -70,21 +71,54 @@ class SelfForcingSettings:
 
 @dataclass
 class Rollout:
-    """What the drafter drafted for one micro-step's rows: anchors [B, A] (-1 pads) and its tokens there."""
+    """What the drafter drafted for rows of one micro-step: anchors [B, A] (-1 pads) and its tokens there. rows: the
+    rows' numbers (None: those of the batch it is used with)."""
 
     micro_step: int
     anchors: Tensor
     drafted: Drafted
+    rows: list[int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, for a checkpoint."""
         own = {f.name: getattr(self.drafted, f.name).cpu() for f in fields(Drafted)}
-        return {"micro_step": self.micro_step, "anchors": self.anchors.cpu(), "drafted": own}
+        return {"micro_step": self.micro_step, "anchors": self.anchors.cpu(), "drafted": own, "rows": self.rows}
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
         """From a checkpoint."""
-        return cls(state["micro_step"], state["anchors"], Drafted(**state["drafted"]))
+        return cls(state["micro_step"], state["anchors"], Drafted(**state["drafted"]), state["rows"])
+
+    def of(self, numbers: list[int]) -> Self:
+        """These rows, one without anchors where a row is not here."""
+        if self.rows is None or self.rows == numbers:
+            return self
+        place = {row: index for index, row in enumerate(self.rows)}
+        index = torch.tensor([place.get(number, 0) for number in numbers], device=self.anchors.device)
+        absent = torch.tensor([number not in place for number in numbers], device=self.anchors.device)
+        chosen = {f.name: getattr(self.drafted, f.name)[index] for f in fields(Drafted)}
+        chosen["mask"] = chosen["mask"] & ~absent[:, None, None]
+        anchors = self.anchors[index].masked_fill(absent[:, None], -1)
+        return replace(self, anchors=anchors, drafted=Drafted(**chosen), rows=numbers)
+
+
+def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state of a rollout whose rows lie on several ranks; a row that several hold is taken once."""
+    parts, rows = [Rollout.restore(state).state_dict() for state in states], [state["rows"] for state in states]
+    first = {row: (part, place) for part, own in reversed(list(enumerate(rows))) for place, row in enumerate(own)}
+
+    def join(values: list[Tensor], fill: int = 0) -> Tensor:
+        shape = [max(value.shape[axis] for value in values) for axis in range(1, values[0].ndim)]
+        whole = values[0].new_full((len(first), *shape), fill)
+        for index, (part, place) in enumerate(first[row] for row in sorted(first)):
+            one = values[part][place]
+            whole[(index, *(slice(size) for size in one.shape))] = one
+        return whole
+
+    names = [f.name for f in fields(Drafted)]
+    drafted = {name: join([part["drafted"][name] for part in parts]) for name in names}
+    anchors = join([part["anchors"] for part in parts], -1)
+    return {"micro_step": parts[0]["micro_step"], "anchors": anchors, "drafted": drafted, "rows": sorted(first)}
 
 
 class SelfForcing:
@@ -106,7 +140,7 @@ class SelfForcing:
             return batch
         turn, self.used = self.used % self.settings.reuse, self.used + 1
         if turn == 0 or not self.kept:
-            fresh = Rollout(micro_step, *self.roll(drafter, batch))
+            fresh = Rollout(micro_step, *self.roll(drafter, batch), batch.row_numbers.tolist())
             self.kept = [*self.kept, fresh][-self.settings.reuse :]
             return with_drafts(batch, fresh)
         pick = int(counter_uniform(torch.tensor(micro_step), torch.tensor(1), FORCING_STREAM) * len(self.kept))
@@ -114,8 +148,11 @@ class SelfForcing:
         return with_drafts(self.again(old.micro_step).to(batch.tokens.device), old)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; further ranks of a distributed run start with no rollouts."""
-        return {"used": self.used, "kept": [one.state_dict() for one in self.kept]}
+        """What a resumed run needs: all ranks' rollouts, for any number of ranks. Every rank must call it."""
+        kept = [one.state_dict() for one in self.kept]
+        if self.kept and (held := all_gathered(kept)):
+            kept = [merged(states) for states in zip(*held, strict=True)]
+        return {"used": self.used, "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -132,23 +169,26 @@ class SelfForcing:
         training = drafter.training
         drafter.eval()
         rounds: list[Round] = []
+        seeds = draft_seeds(batch, texts, offsets)
         sampling = Sampling(temperature=self.settings.temperature)
         with torch.no_grad():
             for start in range(0, len(texts), AT_ONCE):
                 numbers = range(start, min(start + AT_ONCE, len(texts)))
-                some = [texts[i] for i in numbers]
-                rounds += rounds_of(drafter, some, numbers, drafter.num_slots, sampling, batch.seed)
+                some, own = [texts[i] for i in numbers], seeds[start : numbers.stop]
+                rounds += rounds_of(drafter, some, numbers, drafter.num_slots, sampling, own)
         drafter.train(training)
         chosen = self._choose(rounds, offsets, batch)
         verdicts = self._verdicts(chosen, texts)
-        anchors, drafted = _lay_out(chosen, texts, offsets, batch, verdicts, self.settings.rejected)
+        weight = self.settings.rejected
+        anchors, drafted = _lay_out(chosen, texts, offsets, batch, verdicts, weight, drafter.num_slots)
         return anchors, self._read_out(drafted, batch.tokens.shape[1])
 
     def _choose(self, rounds: list[Round], offsets: list[tuple[int, int]], batch: Batch) -> list[Round]:
-        """At most `rounds` of each row, drawn by (seed, place), in order."""
+        """At most `rounds` of each row, drawn by (seed, row number, place), in order."""
         rows = torch.tensor([offsets[one.answer][0] for one in rounds], dtype=torch.int64)
         columns = torch.tensor([offsets[one.answer][1] + one.anchor for one in rounds], dtype=torch.int64)
-        keys = counter_uniform(torch.full_like(rows, batch.seed), rows * (1 << 20) + columns, FORCING_STREAM)
+        own = batch.first_row + batch.row_step * rows
+        keys = counter_uniform(torch.full_like(rows, batch.seed), own * (1 << 20) + columns, FORCING_STREAM)
         kept = [
             index
             for row in range(len(batch.tokens))
@@ -220,9 +260,18 @@ def answers_of(batch: Batch) -> tuple[list[Trajectory], list[tuple[int, int]]]:
     return texts, offsets
 
 
+def draft_seeds(batch: Batch, texts: list[Trajectory], offsets: list[tuple[int, int]]) -> Tensor:
+    """[R] int64 seeds of the drafts in every answer: by (seed, row number, place), whichever rank drafts."""
+    rows = torch.tensor([batch.first_row + batch.row_step * row for row, _ in offsets], dtype=torch.int64)
+    starts = [start + text.prompt for (_, start), text in zip(offsets, texts, strict=True)]
+    return ((batch.seed << 36) + (rows << 20)) + torch.tensor(starts, dtype=torch.int64)
+
+
 def with_drafts(batch: Batch, rollout: Rollout) -> Batch:
     """The batch with a rollout's anchors and drafts."""
     device = batch.tokens.device
+    if rollout.rows is not None:
+        rollout = rollout.of(batch.row_numbers.tolist())
     return replace(batch, anchors=rollout.anchors.to(device), drafted=rollout.drafted.to(device, batch.last.dtype))
 
 
@@ -233,10 +282,10 @@ def _lay_out(
     batch: Batch,
     verdicts: list[Tensor | None],
     rejected: float,
+    num_slots: int,
 ) -> tuple[Tensor, Drafted]:
     """Rounds as anchors [B, A] and Drafted; verdicts' states stand behind the row's own positions."""
     rows, columns = batch.tokens.shape
-    num_slots = len(rounds[0].drafted) if rounds else 1
     by_row: list[list[int]] = [[] for _ in range(rows)]
     for index, one in enumerate(rounds):
         by_row[offsets[one.answer][0]].append(index)

@@ -8,6 +8,7 @@ held-out prompts). The same command over the same folder goes on from last.ckpt.
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from omegaconf import DictConfig
 from rich.console import Console
 
 from checkpoints.files import read_json
 from checkpoints.folder import load_drafter
+from checkpoints.lock import only_run
 from checkpoints.run import known_groups, native_bf16, record, settings
 from data.chat import Template
 from data.collate import Plan
@@ -42,6 +47,7 @@ from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
 from training.progressive import Stage, begin
+from training.ranks import explained, launched_outside, launched_rank
 from training.self_forcing import SelfForcing, SelfForcingSettings
 
 GROUPS = (
@@ -69,7 +75,8 @@ class TrainerSettings:
     """max_steps: optimizer steps (0: as many as `max_tokens` take or, without it, `epochs` make). max_tokens: end with
     the step that has seen so many answer tokens (null: no such limit). accumulate: micro-batches per optimizer step.
     precision: Lightning's name, "auto" = bf16-mixed where the hardware multiplies bf16, else 32-true.
-    checkpoint_every: optimizer steps. max_minutes: stop early after this long (null: never). The rest is
+    checkpoint_every: optimizer steps. max_minutes: stop early after this long (null: never).
+    max_skipped: steps in a row whose loss or gradient is not finite that are skipped before the run ends. The rest is
     Lightning's."""
 
     max_steps: int = 0
@@ -86,6 +93,7 @@ class TrainerSettings:
     log_every: int = 10
     progress: bool = True
     deterministic: bool = False
+    max_skipped: int = 20
 
     def resolved_precision(self) -> str:
         if self.precision != "auto":
@@ -103,11 +111,17 @@ def main(config: DictConfig) -> None:
 
 
 def run(config: DictConfig, out: Path) -> dict[str, Any]:
-    """The wiring, top to bottom. Returns the best measurement and the drafter's folder."""
+    """Train in the folder `out`, which nobody else writes. Returns the best measurement and the drafter's folder."""
+    with only_run(out) if launched_rank() == 0 else nullcontext(), explained(out, config.batch):
+        return _run(config, out)
+
+
+def _run(config: DictConfig, out: Path) -> dict[str, Any]:
+    """The wiring, top to bottom."""
     seed_everything(config.seed, verbose=False)
     torch.set_float32_matmul_precision("high")
     if torch.cuda.is_available():  # each rank of a node holds its own target
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0))
     chosen = settings(DrafterSettings, config.drafter, "drafter")
     optimizer = settings(OptimizerSettings, config.optimizer, "optimizer")
     objective = settings(Objective, config.objective, "objective")
@@ -116,6 +130,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     accepting = settings(AcceptanceSettings, config.acceptance, "acceptance")
     forcing = settings(SelfForcingSettings, config.self_forcing, "self_forcing")
     heldout = settings(SourceSettings, config.heldout, "heldout")
+    if launched_rank() == 0:
+        keep_metrics(out)
     loggers = build_loggers(config.logger, out)
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     prepared, prepared_as = Path(config.prepared), read_prepared(Path(config.prepared))
@@ -132,7 +148,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     steps = planned_steps(trainer_settings, data.plan, [one.answer_tokens for one in conversations])
     data.total = steps * trainer_settings.accumulate
     own_drafts = SelfForcing(target, forcing, lambda step: data.steps[step]) if forcing.share else None
-    module = DrafterModule(drafter, target.parts, objective, optimizer, steps, own_drafts)
+    skipping = trainer_settings.max_skipped
+    module = DrafterModule(drafter, target.parts, objective, optimizer, steps, own_drafts, skipping)
     recorded = held_out(heldout, target, drafter, accepting, out / "heldout.safetensors")
     acceptance = AcceptanceCallback(recorded, accepting)
     declared = {"prepared": prepared_as, "conversations": len(conversations)}
@@ -141,9 +158,11 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
         "data": conversations_fingerprint(conversations),
         "vocabulary": drafter.vocabulary.fingerprint,
     }
-    record(out, config, target=target.identity, prepared=declared, run=marks)
+    if launched_rank() == 0:
+        record(out, config, target=target.identity, prepared=declared, run=marks)
     keeper = Keeper(out, config, acceptance, target.identity, declared, marks, trainer_settings.checkpoint_every)
     trainer = build_trainer(trainer_settings, optimizer, loggers, out, [acceptance, keeper], steps)
+    module.autocast = sharded(trainer.strategy) and trainer_settings.resolved_precision() == "bf16-mixed"
     trainer.fit(module, datamodule=data, ckpt_path=resume_point(config.resume, out), weights_only=True)
     return keeper.finish(trainer)
 
@@ -172,7 +191,7 @@ def build_drafter(
 
     init: a drafter folder to train on from, its draft vocabulary included, made with the same drafter.model.
     """
-    console, parts = Console(), target.parts
+    parts = target.parts
     known = load_drafter(Path(init), parts, torch.float32) if init else None
     vocabulary = draft_vocabulary(chosen, target, conversations, known)
     drafter: Drafter = instantiate(chosen.model, _partial_=True, _convert_="all")(target=parts, vocabulary=vocabulary)
@@ -184,9 +203,8 @@ def build_drafter(
     if known is not None:
         go_on_from(drafter, known, f"init {init}")
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    console.print(
-        f"drafter: {trained / 1e6:.1f}M trained parameters, {drafter.num_slots} slots, layers {drafter.needs.layers}"
-    )
+    size = f"{trained / 1e6:.1f}M trained parameters"
+    console().print(f"drafter: {size}, {drafter.num_slots} slots, layers {drafter.needs.layers}")
     return drafter
 
 
@@ -202,7 +220,7 @@ def draft_vocabulary(
     counts = token_counts(conversations, size)
     vocabulary = DraftVocabulary.from_counts(counts, chosen.vocabulary)
     covered = f"{vocabulary.coverage(counts):.2%} of answers"
-    Console().print(f"draft vocabulary: {len(vocabulary)} of {size} tokens, {covered}")
+    console().print(f"draft vocabulary: {len(vocabulary)} of {size} tokens, {covered}")
     return vocabulary
 
 
@@ -214,7 +232,7 @@ def warm_start(drafter: Drafter, target: Target, data: PackedData) -> None:
 def say(what: str, lines: Sequence[str]) -> None:
     """Print lines of what was done."""
     for line in lines:
-        Console().print(f"{what}: {line}", style="dim")
+        console().print(f"{what}: {line}", style="dim")
 
 
 def go_on_from(drafter: Drafter, known: Drafter, where: str) -> None:
@@ -261,7 +279,8 @@ def held_out(
         found = Recording.load(cache, owner)
     else:
         found = record_answers(target, questions, chosen.max_new_tokens)
-        found.save(cache)
+        if launched_rank() == 0:
+            found.save(cache)
     layers = drafter.needs.layers
     return [trajectory(target, q, a, layers) for q, a in zip(found.questions, found.answers, strict=True)]
 
@@ -275,6 +294,15 @@ def build_trainer(
     steps: int,
 ) -> Trainer:
     """Lightning's trainer; nothing of it lands outside `out`."""
+    strategy = chosen.strategy if isinstance(chosen.strategy, str) else instantiate(chosen.strategy)
+    if isinstance(strategy, ParallelStrategy):
+        refuse_a_sweep()
+    precision = chosen.resolved_precision()
+    if sharded(strategy) and precision == "bf16-mixed":
+        precision = "32-true"  # Lightning refuses to mix here; the module's step does it
+    own: list[Any] = [AtomicCheckpoints()]
+    if SLURMEnvironment.detect():  # a signal must not write a checkpoint inside an accumulation window
+        own.append(SLURMEnvironment(auto_requeue=False))
     return Trainer(
         default_root_dir=out,
         max_steps=steps,
@@ -282,8 +310,8 @@ def build_trainer(
         accelerator=chosen.accelerator,
         devices=chosen.devices,
         num_nodes=chosen.num_nodes,
-        strategy=chosen.strategy,
-        precision=chosen.resolved_precision(),  # type: ignore[arg-type]
+        strategy=strategy,
+        precision=precision,  # type: ignore[arg-type]
         accumulate_grad_batches=chosen.accumulate,
         gradient_clip_val=optimizer.clip or None,
         logger=loggers or False,
@@ -292,10 +320,34 @@ def build_trainer(
         enable_progress_bar=chosen.progress,
         enable_checkpointing=False,
         enable_model_summary=False,
-        plugins=[AtomicCheckpoints()],
+        plugins=own,
         use_distributed_sampler=False,
         deterministic=chosen.deterministic,
     )
+
+
+def sharded(strategy: Any) -> bool:
+    """Whether a strategy leaves mixed precision to the module."""
+    return isinstance(strategy, ModelParallelStrategy)
+
+
+def refuse_a_sweep() -> None:
+    """ValueError under `-m`, where Lightning's helper processes would each start the whole sweep."""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and not launched_outside():
+        raise ValueError("a sweep (-m) over several processes: start each run by itself, or through torchrun or srun")
+
+
+def console() -> Console:
+    """Where rank 0 speaks; other ranks are silent."""
+    return Console(quiet=launched_rank() > 0)
+
+
+def keep_metrics(out: Path) -> None:
+    """Give an earlier run's metrics.csv a number: the logger begins its file anew, and a resumed run logs nothing
+    before its checkpoint."""
+    if (out / "metrics.csv").exists():
+        number = 1 + len(list(out.glob("metrics-*.csv")))
+        (out / "metrics.csv").rename(out / f"metrics-{number:03d}.csv")
 
 
 def build_loggers(config: DictConfig | None, out: Path) -> list[Logger]:

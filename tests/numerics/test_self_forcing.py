@@ -34,7 +34,7 @@ def batch(target) -> Batch:
 def planned(monkeypatch: pytest.MonkeyPatch, rounds: list[Round]) -> None:
     """The drafter's rounds, written out instead of drafted."""
 
-    def given(drafter, texts, numbers, num_slots, sampling, seed) -> Iterator[Round]:
+    def given(drafter, texts, numbers, num_slots, sampling, seeds) -> Iterator[Round]:
         yield from rounds
 
     monkeypatch.setattr(self_forcing, "rounds_of", given)

@@ -1,7 +1,6 @@
 """Training through the real entry on a tiny target: kill and resume to the bit, online = offline, a toy drafter in
 two files."""
 
-import csv
 import os
 import signal
 import subprocess
@@ -15,71 +14,18 @@ import torch
 from omegaconf import OmegaConf
 
 import drafters
-from checkpoints.files import read_json, read_tensors, write_json
-from data.conversations import Conversation, write_conversations
-from data.features import FeatureStore, capture
+from checkpoints.files import read_json, read_tensors
+from data.features import FeatureStore
 from data.module import BatchSettings, OnlineSource, PackedData, StoreSource
 from data.target import Target
 from tests import checks
-from tests.doubles import save_tiny
+from tests.prepared import LAYERS, overrides, prepare_tiny, trace, train
 from training.train import run
-
-LAYERS = [0, 2, 3]
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """A folder as prepare leaves it: a tiny target, 12 random conversations and their features."""
-    folder = tmp_path_factory.mktemp("prepared")
-    save_tiny(folder / "target")
-    target = Target.load(str(folder / "target"), dtype="float32")
-    texts = [(n, checks.random_text(target, 10 + n, seed=n)) for n in range(12)]
-    conversations = [Conversation(f"c{n}", "test", text, [0] * 4 + [1] * (len(text) - 4)) for n, text in texts]
-    write_conversations(folder / "conversations.jsonl", conversations)
-    capture(target, conversations, LAYERS, folder / "features", dtype="float32")
-    write_json(folder / "prepare.json", {"thinking": None})
-    lines = [
-        f'{{"id": "h{n}", "domain": "d{n % 2}", "messages": [{{"role": "user", "content": "ab {n}"}}]}}'
-        for n in range(4)
-    ]
-    (folder / "heldout.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-def overrides(prepared: Path, **more: object) -> list[str]:
-    base = {
-        "target": "any",
-        "target.name": prepared / "target",
-        "target.dtype": "float32",
-        "prepared": prepared,
-        "drafter.model.num_slots": 3,
-        "drafter.model.layers": LAYERS,
-        "drafter.vocabulary": 48,
-        "data@heldout": "jsonl",
-        "heldout.path": prepared / "heldout.jsonl",
-        "trainer.max_steps": 12,
-        "trainer.checkpoint_every": 4,
-        "trainer.progress": False,
-        "trainer.log_every": 1,
-        "trainer.precision": "32-true",
-        "batch.rows": 2,
-        "acceptance.every": 6,
-        "acceptance.prompts": 4,
-        "acceptance.max_new_tokens": 8,
-    } | more
-    return [f"{key}={value}" for key, value in base.items()]
-
-
-def train(prepared: Path, out: Path, **more: object) -> dict:
-    out.mkdir(parents=True, exist_ok=True)
-    return run(checks.compose_config("train", *overrides(prepared, **more)), out)
-
-
-def trace(out: Path) -> list[tuple[str, str]]:
-    """(step, loss) of every logged optimizer step; a resumed run logs the steps after its checkpoint again."""
-    with open(out / "metrics.csv") as handle:
-        rows = {row["step"]: row["loss"] for row in csv.DictReader(handle) if row.get("loss")}
-    return sorted(rows.items(), key=lambda item: int(item[0]))
+    return prepare_tiny(tmp_path_factory.mktemp("prepared"))
 
 
 def test_trains_and_leaves_a_whole_drafter(prepared, tmp_path):
@@ -113,9 +59,9 @@ def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path, own_drafts
         assert (tmp_path / "whole" / "drafter" / name).read_bytes() == (
             tmp_path / "killed" / "drafter" / name
         ).read_bytes()
-    whole, killed = trace(tmp_path / "whole"), dict(trace(tmp_path / "killed"))
+    whole = trace(tmp_path / "whole")
     assert len(whole) == 12
-    assert all(killed[step] == loss for step, loss in whole if step in killed)
+    assert trace(tmp_path / "killed") == whole
     assert torch.load(last, weights_only=False)["global_step"] == 12
 
 

@@ -1,0 +1,90 @@
+"""What the processes of a distributed run must agree on, and how a run ends that another process has left.
+
+Everything here does nothing in a run of one process.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+# What gloo, NCCL and the rendezvous store say when the other side is gone; torch has no exception class of its own.
+GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|socket|timed? ?out"
+    r"|remote (process|end)|nccl|gloo|watchdog|heartbeat|rank .* (failed|exited)|process group",
+    re.IGNORECASE,
+)
+
+
+NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+
+
+class RankLost(RuntimeError):
+    """Another process of the run has ended or no longer answers."""
+
+
+def launched_rank() -> int:
+    """This process's rank as its launcher (torchrun, srun or Lightning) says, before any process group exists; 0 for a
+    run of one process."""
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if os.environ.get(name, "").isdigit() and (name != "SLURM_PROCID" or "SLURM_NTASKS" in os.environ):
+            return int(os.environ[name])
+    return 0
+
+
+def launched_outside() -> bool:
+    """Whether torchrun or srun started this process, rather than Lightning."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_NTASKS" in os.environ
+
+
+def several() -> bool:
+    """Whether a process group of more than one rank is up."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def all_gathered(value: Any) -> list[Any]:
+    """Every rank's value, in rank order; empty for one process. Every rank must call it."""
+    if not several():
+        return []
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def agree(mine: Mapping[str, Any]) -> None:
+    """ValueError on every rank, naming what differs from rank 0, unless all ranks hold the same values."""
+    held = all_gathered(dict(mine))
+    for rank, theirs in enumerate(held):
+        differing = [f"{key}: {theirs.get(key)!r} there, {held[0][key]!r} on rank 0" for key in held[0]]
+        differing = [line for key, line in zip(held[0], differing, strict=True) if theirs.get(key) != held[0][key]]
+        if differing:
+            raise ValueError(f"rank {rank} of {len(held)} runs something else: {'; '.join(differing)}")
+
+
+@contextmanager
+def explained(out: Path, batch: Any) -> Iterator[None]:
+    """Turn what a lost rank and a full memory raise into errors that say what happened and what to do. batch: the
+    settings that decide how much memory a step takes."""
+    onward = f"the same command goes on from {out / 'checkpoints' / 'last.ckpt'}"
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        said = (str(error).splitlines() or [""])[0]
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_MEMORY.search(said):
+            raise torch.OutOfMemoryError(
+                f"out of memory with batch.rows {batch.rows}, batch.row_tokens {batch.row_tokens}: {onward} when "
+                f"memory is free; else start anew with fewer batch.rows (and more trainer.accumulate), shorter rows, "
+                f"fewer anchors of the drafter, or trainer=fsdp2. ({said})"
+            ) from error
+        if not several() or not (isinstance(error, distributed.DistError) or GONE.search(said)):
+            raise
+        rank, ranks = distributed.get_rank(), distributed.get_world_size()
+        raise RankLost(
+            f"rank {rank} of {ranks} lost another rank, which ended or no longer answers; look at that rank's own last "
+            f"words. When it can run again, {onward}, with any number of ranks. ({said})"
+        ) from error
