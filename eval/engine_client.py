@@ -6,6 +6,7 @@ client's own, from sending a request to each event that brings tokens.
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from eval.engine_server import Server
 CONNECT_S, QUICK_S = 10.0, 30.0
 SETTLE_S, SETTLE_READS = 0.1, 50
 PREFIX = b"data:"
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a request, while it is timed
 
 
 @dataclass

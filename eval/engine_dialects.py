@@ -146,7 +146,8 @@ def _vllm_command(setup: Setup, port: int, drafted: bool) -> list[str]:
     words += ["--host", HOST, "--port", str(port), "--dtype", setup.dtype]
     words += ["--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)]
     # Repeated prompts must cost what new ones do, and a model's own sampling defaults must not change the text.
-    words += ["--no-enable-prefix-caching", "--generation-config", "vllm", *setup.extra]
+    words += ["--no-enable-prefix-caching", "--generation-config", "vllm", "--uvicorn-log-level", "warning"]
+    words += setup.extra
     if drafted:
         draft = {**setup.provenance["speculative"], "num_speculative_tokens": setup.num_slots}
         if not setup.provenance.get("whole"):
