@@ -32,6 +32,7 @@ from drafters.contract import Coupling, Drafter
 from drafters.sampling import Sampling
 from eval.calibration import attach_estimator, calibrate_generations, save_calibration
 from eval.decoder import DecodeSettings, generate
+from eval.engine_settings import KEYS
 from eval.latency import latency
 from eval.lossless import Difference, compare
 from eval.lossy import RULES, Agreement, Lossy, agreement
@@ -42,9 +43,10 @@ from eval.progress import Watch
 from eval.recording import Question, kept
 from eval.replayed import Replayed, measure_replay
 from eval.report import Part, Report, beside
+from eval.traces import Traces
 from eval.turns import Turns
 
-OPTIONS = ("replay", "recording", "calibrate", "predicted", "pareto")
+OPTIONS = ("replay", "recording", "calibrate", "predicted", "pareto", "traces", *KEYS)
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ def evaluate(
         noise_identical=_noise_identical(done, decoding),
         sizes=drafter_sizes(drafter) | _largest([one.drafted.sizes for one in done]),
         lossy=lossy,
+        answers=[generation for one in done for generation in one.drafted.answers],
         **about(target, drafter, settings, decoding.num_slots, decoding.verification),
     )
 
@@ -331,9 +334,13 @@ def about(
     }
 
 
-def run(config: DictConfig, folder: Path) -> Report | Replayed:
+def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     """Evaluate as configured; writes report.html, report.md, report.json, pictures and run.json into folder, prints the
-    table."""
+    table. None when it was asked how to start a server (engine=... start=print)."""
+    if config.get("engine") is not None:
+        from eval.engines import run_engines  # it imports this module
+
+        return run_engines(config, folder)
     own = [key.name for key in fields(EvalSettings) if key.name != "peaks"]
     known_groups(config, "drafter_dir", "prompts", "target", *OPTIONS, *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
@@ -361,6 +368,8 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed:
         )
     if config.calibrate:
         _keep_calibration(drafter_dir, report, measured.sampling)
+    if config.traces is not None:
+        _keep_traces(report, Path(config.traces).expanduser())
     record(folder, config, target=target.identity)
     path = report.write(folder)
     console = Console()
@@ -414,6 +423,13 @@ def _keep_calibration(drafter_dir: Path, report: Report | Replayed, sampling: Sa
     if report.calibration is None:
         raise ValueError(f"calibrate=true: the drafter in {drafter_dir} gives neither confidences nor q_max")
     save_calibration(drafter_dir, report.calibration, asdict(sampling))
+
+
+def _keep_traces(report: Report | Replayed, path: Path) -> None:
+    """Write every round for `headstart simulate traces=...`; ValueError after a replay, which decodes nothing."""
+    if not isinstance(report, Report):
+        raise ValueError("traces are recorded where the target decodes: replay must be false")
+    Traces.of(report.answers, report.num_slots).save(path)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="eval")

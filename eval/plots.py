@@ -112,6 +112,20 @@ def _pareto(axes: Any, report: Report) -> None:
     axes.legend(fontsize="small")
 
 
+def _engine(axes: Any, report: Report) -> None:
+    levels = report["engine"]["levels"]
+    for who, colour in (("drafter", BLUE), ("baseline", "grey")):
+        own = [(one["concurrency"], one[who]["tokens_per_s"]) for one in levels if one[who] is not None]
+        if own:
+            values = [span["value"] for _, span in own]
+            reach = [[s["value"] - s["low"] for _, s in own], [s["high"] - s["value"] for _, s in own]]
+            axes.errorbar([c for c, _ in own], values, yerr=reach, marker="o", capsize=3, color=colour, label=who)
+    axes.set(xscale="log", xlabel="requests in flight", ylabel="tokens/s of the server (95%)", ylim=(0, None))
+    axes.set_xticks([one["concurrency"] for one in levels], [str(one["concurrency"]) for one in levels])
+    axes.minorticks_off()
+    axes.legend(fontsize="small")
+
+
 def _timed(report: Report) -> bool:
     found = (report.get("latency") or {}).values()
     return bool(found) and all(one["token_ms"] for one in found)
@@ -128,6 +142,7 @@ PLOTS: dict[str, tuple[Callable[[Report], bool], Draw]] = {
     "tau_by_domain.png": (lambda report: bool(report["domains"]), _tau),
     "time_split.png": (lambda report: bool(report.get("split")), _split),
     "latency.png": (_timed, _latency),
+    "engine.png": (lambda report: bool(report.get("engine")), _engine),
     "reliability.png": (_confident, _reliability),
     "predicted.png": (lambda report: bool(report.get("predicted")), _predicted),
     "pareto.png": (lambda report: bool(report.get("pareto")), _pareto),

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from checkpoints.files import write_json
 from eval.calibration import Calibration
+from eval.decoder import Generation
 from eval.latency import Latency
 from eval.lossless import Difference
 from eval.lossy import Agreement, Lossy
@@ -62,7 +63,7 @@ class Report:
     same noises, token by token (None when greedy, not compared, or verified by another rule). sizes: bytes by name.
     lossy: the rule, when drafts stood that the target would not have written, and how far the text moved by it.
     command: as typed. predicted: speedups by a cost model beside the measured ones (see `beside`). pareto: {name:
-    [{"user_tokens_per_s", "tokens_per_s"}, ...]}.
+    [{"user_tokens_per_s", "tokens_per_s"}, ...]}. answers: with the drafter, for traces; not in report.json.
     """
 
     whole: Part
@@ -84,6 +85,7 @@ class Report:
     pareto: dict[str, list[dict[str, float]]] | None = None
     drafter_dir: str | None = None
     export_dirs: dict[str, str] = field(default_factory=dict)
+    answers: list[Generation] = field(default_factory=list)
 
     @property
     def greedy_identical(self) -> bool | None:

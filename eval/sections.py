@@ -134,6 +134,46 @@ def _latency(report: Report) -> Section | None:
     return Section("Latency", lines, rows, ("latency.png",))
 
 
+def _engine(report: Report) -> Section | None:
+    found = report.get("engine")
+    if not found:
+        return None
+    head = ["in flight", "who", "tokens/s", "one user's", "speedup", "one user's", "tau", "by counters"]
+    rows = [[*head, "first token P50 ms", "token P50", "token P99", "same answers"]]
+    for one in found["levels"]:
+        for who in ("drafter", "baseline"):
+            if one[who] is not None:
+                rows.append([str(one["concurrency"]), who, *_side(one, who)])
+    lines = [
+        f"{found['name']} {found['version']}. Intervals: 95%, bootstrap over prompts. tau: tokens of a round as the "
+        "requests tell; by counters: the server's, an answer's end uncut. Acceptance above counts all loads; speed and "
+        f"latency above are those of {found['levels'][0]['concurrency']} in flight.",
+        *(f"Server, {who}: {words}" for who, words in found["commands"].items()),
+    ]
+    return Section("Engine", lines, rows, ("engine.png",))
+
+
+def _side(one: dict[str, Any], who: str) -> list[str]:
+    """A server's row at one concurrency."""
+    own, drafted = one[who], who == "drafter"
+    spans = [own["tokens_per_s"], own["user_tokens_per_s"]]
+    spans += [one["speedup"], one["user_speedup"], own["tau"]] if drafted else [None] * 3
+    tokens = own["latency"]["token_ms"] or {}
+    same = one["same_answers"] if drafted else None
+    return [
+        *(interval(value) for value in spans),
+        number(own["tau_counted"]),
+        number(own["latency"]["first_ms"]["p50"], 1),
+        *(number(tokens.get(name), 1) for name in ("p50", "p99")),
+        "-" if same is None else f"{same} of {own['requests']}",
+    ]
+
+
+def interval(span: dict[str, float] | None) -> str:
+    """A figure with its confidence interval; a dash where there is none."""
+    return "-" if span is None else f"{span['value']:.2f} [{span['low']:.2f}, {span['high']:.2f}]"
+
+
 def _calibration(report: Report) -> Section | None:
     found = report.get("calibration")
     if not found:
@@ -213,6 +253,7 @@ SECTIONS: tuple[Callable[[Report], Section | None], ...] = (
     _acceptance,
     _speed,
     _latency,
+    _engine,
     _calibration,
     _sizes,
     _predicted,

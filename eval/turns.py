@@ -6,11 +6,12 @@ earlier reasoning hides it here too.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
 
 from data.chat import Template
 from data.conversations import Prompt
-from data.target import Target
 from eval.recording import Question
 
 
@@ -31,10 +32,20 @@ class Request:
 Wave = list[Request]
 
 
+class Speaker(Protocol):
+    """What of a target renders chats and ends answers."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+
 class Turns:
     """Renders turns through the target's chat template with one thinking choice."""
 
-    def __init__(self, target: Target, thinking: bool | None) -> None:
+    def __init__(self, target: Speaker, thinking: bool | None) -> None:
         self.template = Template(target.tokenizer, thinking, target.eos_ids)
         self._ends = set(target.eos_ids)
 
