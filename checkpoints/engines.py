@@ -89,8 +89,8 @@ def _write(folder: Path, files: Files, provenance: dict[str, Any]) -> None:
 
 
 def _provenance(source: Source, engine: str, entry: Entry, command: str) -> dict[str, Any]:
-    """headstart.json: what was exported, how it is served, what it was measured at. whole: whether the folder holds
-    the target too."""
+    """headstart.json: what was exported, how it is served, what it was trained on and measured at. whole: whether the
+    folder holds the target too."""
     declared = source.whole.declared
     return {
         "engine": engine,
@@ -101,6 +101,7 @@ def _provenance(source: Source, engine: str, entry: Entry, command: str) -> dict
         "whole": entry.whole is not None,
         "needs": entry.needs(source),
         "target": declared.target,
+        "data": declared.data,
         "tensors": declared.tensors,
         "measured": declared.measured,
     }
