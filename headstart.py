@@ -37,6 +37,7 @@ ENTRIES = {
     "simulate": ("eval.serving", "serving under load on a described machine: schedulers, Pareto curve, best K"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
+FIRST_WORDS = {"export": ("lint", "verify", "import", "extract", "stitch", "push"), "bench": ("profile",)}
 SOURCES = (".py", ".yaml", ".jsonl")
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
 
@@ -47,9 +48,15 @@ def main() -> None:
     if command in ("-h", "--help", "help"):
         print(usage())
         return
+    if command == "completion":
+        # Imported here: composing every config is for this command alone.
+        from checkpoints.completion import completion
+
+        print(completion(sys.argv[2] if len(sys.argv) > 2 else "bash", list(ENTRIES), FIRST_WORDS), end="")
+        return
     if command not in ENTRIES:
         sys.exit(f"headstart: no command {command!r}\n\n{usage()}")
-    words = action_words(sys.argv[2:]) if command in ("export", "bench") else sys.argv[2:]
+    words = action_words(sys.argv[2:]) if command in FIRST_WORDS else sys.argv[2:]
     sys.argv = [f"headstart {command}", *words]
     if command in ("demo", "export"):
         sys.argv.append(f"hydra.job.name={command}")
@@ -79,7 +86,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "headstart COMMAND --help lists the command's keys.",
+            "headstart COMMAND --help lists the command's keys; source <(headstart completion bash) completes them.",
         ]
     )
 
