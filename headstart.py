@@ -1,6 +1,6 @@
 """headstart: one command for every entry, and the demo that walks the whole road.
 
-    headstart prepare | train | eval | export | compare | bench | simulate | demo  [hydra overrides]
+    headstart prepare | train | eval | export | doctor | compare | bench | simulate | demo  [hydra overrides]
 
 The first word picks the entry; the rest goes to Hydra untouched (`headstart train --help` lists the keys, `-m` sweeps).
 Each entry also runs as a module: `python -m training.train ...`.
@@ -32,11 +32,13 @@ ENTRIES = {
     "train": ("training.train", "train a drafter on a frozen target"),
     "eval": ("eval.evaluate", "tau, acceptance by slot, speed and losslessness of a head"),
     "export": ("checkpoints.export", "write, lint, verify or import what engines load; extract, stitch"),
+    "doctor": ("eval.doctor", "my acceptance is low: which convention of a head is wrong, by measurement"),
     "compare": ("training.compare", "train several drafters on one budget and measure them side by side"),
     "bench": ("eval.bench", "step times of a target and a drafter on the running machine"),
     "simulate": ("eval.serving", "serving under load on a described machine: schedulers, Pareto curve, best K"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
+FIRST_WORDS = {"export": ("lint", "verify", "import", "extract", "stitch", "push"), "bench": ("profile",)}
 SOURCES = (".py", ".yaml", ".jsonl")
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
 
@@ -47,9 +49,15 @@ def main() -> None:
     if command in ("-h", "--help", "help"):
         print(usage())
         return
+    if command == "completion":
+        # Imported here: composing every config is for this command alone.
+        from checkpoints.completion import completion
+
+        print(completion(sys.argv[2] if len(sys.argv) > 2 else "bash", list(ENTRIES), FIRST_WORDS), end="")
+        return
     if command not in ENTRIES:
         sys.exit(f"headstart: no command {command!r}\n\n{usage()}")
-    words = action_words(sys.argv[2:]) if command in ("export", "bench") else sys.argv[2:]
+    words = action_words(sys.argv[2:]) if command in FIRST_WORDS else sys.argv[2:]
     sys.argv = [f"headstart {command}", *words]
     if command in ("demo", "export"):
         sys.argv.append(f"hydra.job.name={command}")
@@ -82,7 +90,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "headstart COMMAND --help lists the command's keys.",
+            "headstart COMMAND --help lists the command's keys; source <(headstart completion bash) completes them.",
         ]
     )
 
@@ -112,12 +120,13 @@ def measure_reference(config: DictConfig, out: Path) -> Path:
     from eval.decoder import DecodeSettings, generate
     from eval.evaluate import limited, load_prompts
     from eval.metrics import acceptance
+    from eval.patient import declared_thinking
 
     declared = read_drafter(Path(config.drafter_dir)).declared
     target = Target.load(config.target_path or declared.target["name"], "float32")
     drafter = load_drafter(Path(config.drafter_dir), target.parts)
     num_slots = config.num_slots or drafter.num_slots
-    template = Template(target.tokenizer, recorded_thinking(declared.data), target.eos_ids)
+    template = Template(target.tokenizer, declared_thinking(declared.data), target.eos_ids)
     prompts = [template.prompt(prompt.messages) for prompt in limited(load_prompts(config.prompts), config.limit)]
     decoding = DecodeSettings(num_slots, config.max_new_tokens, 4)
     answers = generate(target, drafter, prompts, decoding)
@@ -132,12 +141,6 @@ def measure_reference(config: DictConfig, out: Path) -> Path:
     }
     write_json(out / "reference.json", reference)
     return out / "reference.json"
-
-
-def recorded_thinking(data: dict[str, Any]) -> bool | None:
-    """The thinking mode of a drafter's training data, as training or an import declared it; None where unknown."""
-    found = data.get("prepared", data).get("thinking")
-    return found if isinstance(found, bool) else None
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ Layer ids: ours are outputs (0 = first decoder layer's output). vLLM and specula
 EAGLE-3 and P-EAGLE; SGLang's explicit ids and every `target_layer_ids` of block drafters are outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpoints.card import Shown, card
 from checkpoints.engine_block import DFLASH, DFLASH2, DOMINO, DSPARK
 from checkpoints.engine_eagle import EAGLE3, PEAGLE
 from checkpoints.engine_eagle1 import EAGLE1
@@ -21,7 +22,7 @@ from checkpoints.engine_entry import Entry, Files, Source
 from checkpoints.engine_medusa import MEDUSA
 from checkpoints.engine_model import MODEL
 from checkpoints.files import atomic, write_json, write_tensors
-from checkpoints.folder import CONFIG, TENSORS
+from checkpoints.folder import CARD, CONFIG, TENSORS
 from checkpoints.layout_block import MASK_FILE
 from checkpoints.native_engine import MTP
 
@@ -54,9 +55,11 @@ class Exported:
     notes: list[str]
 
 
-def export_engine(source: Source, engine: str, folder: Path) -> Exported:
-    """Write `source` for an engine into `folder`, config.json last. ValueError on an unknown engine, an architecture
-    the engine does not serve, or a combination it cannot serve (every reason is named)."""
+def export_engine(source: Source, engine: str, folder: Path, terms: str | None = None) -> Exported:
+    """Write `source` for an engine into `folder`, its model card too, config.json last. terms: license of the card.
+
+    ValueError on an unknown engine, an architecture the engine does not serve, or a combination it cannot serve (every
+    reason is named)."""
     entry = entry_for(engine, source.whole.declared.architecture)
     reasons = entry.refuse(source)
     if reasons:
@@ -70,12 +73,23 @@ def export_engine(source: Source, engine: str, folder: Path) -> Exported:
         notes = entry.whole(source, folder, provenance)
     else:
         files = entry.write(source)
-        _write(folder, files, provenance)
+        shown = Shown(serve_commands(source, engine, folder.name), terms, files.notes)
+        _write(folder, files, provenance, card(source.whole.declared, shown))
         notes = files.notes
     return Exported(engine, folder, command, notes + ([] if needs is None else [f"needs {needs}"]))
 
 
-def _write(folder: Path, files: Files, provenance: dict[str, Any]) -> None:
+def serve_commands(source: Source, engine: str, folder: str) -> dict[str, str]:
+    """How this export is served, and how the exports for other engines are made: commands by engine."""
+    name, architecture = str(source.whole.declared.target.get("name")), source.whole.declared.architecture
+    local = Path(source.target_path).is_absolute()
+    mine = entry_for(engine, architecture).command(folder, replace(source, target_path=name) if local else source)
+    others = [other for other, table in ENGINES.items() if other != engine and architecture in table]
+    able = [other for other in others if not ENGINES[other][architecture].refuse(source)]
+    return {engine: mine} | {other: f"headstart export drafter_dir=DRAFTER engine={other}" for other in able}
+
+
+def _write(folder: Path, files: Files, provenance: dict[str, Any], readme: str) -> None:
     """A drafter's folder, config.json last."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in (CONFIG, MASK_FILE):  # an engine would read a mask file left by another export
@@ -84,13 +98,15 @@ def _write(folder: Path, files: Files, provenance: dict[str, Any]) -> None:
     for name, content in files.torch_files.items():
         with atomic(folder / name) as temporary:
             torch.save(content, temporary)
+    with atomic(folder / CARD) as temporary:
+        temporary.write_text(readme, encoding="utf-8")
     write_json(folder / PROVENANCE, provenance)
     write_json(folder / CONFIG, files.config)
 
 
 def _provenance(source: Source, engine: str, entry: Entry, command: str) -> dict[str, Any]:
-    """headstart.json: what was exported, how it is served, what it was measured at. whole: whether the folder holds
-    the target too."""
+    """headstart.json: what was exported, how it is served, what it was trained on and measured at. whole: whether the
+    folder holds the target too."""
     declared = source.whole.declared
     return {
         "engine": engine,
@@ -101,6 +117,7 @@ def _provenance(source: Source, engine: str, entry: Entry, command: str) -> dict
         "whole": entry.whole is not None,
         "needs": entry.needs(source),
         "target": declared.target,
+        "data": declared.data,
         "tensors": declared.tensors,
         "measured": declared.measured,
     }

@@ -6,6 +6,8 @@
     headstart export import drafter_dir=FOREIGN                 writes RUN/drafter, our folder of a foreign head
     headstart export extract target_path=TARGET out=FOLDER      our folder of the target's native MTP head
     headstart export stitch drafter_dir=DRAFTER target_path=TARGET out=FOLDER    the target with our MTP head in it
+    headstart export drafter_dir=DRAFTER push=ORG/NAME dry_run=true    and sends it to the hub, private by default
+    headstart export push drafter_dir=FOLDER push=ORG/NAME             sends a folder as it is
 
 `-m engine=vllm,vllm_speculators,sglang` does several engines; `engine=transformers` writes what generate() takes.
 Verify needs an engine's environment (engine.python).
@@ -22,12 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PretrainedConfig
 
+from checkpoints.card import check_license
 from checkpoints.engine_entry import DTYPES
 from checkpoints.engine_run import engine_python
 from checkpoints.engines import ENGINES, Exported, Source, entry_for, export_engine
 from checkpoints.files import write_json
 from checkpoints.folder import CONFIG, FORMAT, Whole, read_drafter, save_drafter
 from checkpoints.foreign import import_head
+from checkpoints.hub import push
 from checkpoints.lint import lint
 from checkpoints.native import extract, find_native
 from checkpoints.native_files import Checkpoint
@@ -36,7 +40,7 @@ from checkpoints.target_files import target_config, target_head
 from checkpoints.verify import SUPPORTED, Reference, verify
 from drafters.contract import TargetParts
 
-ACTIONS = ("export", "lint", "verify", "import", "extract", "stitch")
+ACTIONS = ("export", "lint", "verify", "import", "extract", "stitch", "push")
 GROUPS = (
     "action",
     "drafter_dir",
@@ -50,6 +54,10 @@ GROUPS = (
     "limit",
     "max_new_tokens",
     "tolerance",
+    "push",
+    "private",
+    "license",
+    "dry_run",
     "engine",
 )
 
@@ -71,13 +79,15 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """action: export, lint, verify, import, extract or stitch. drafter_dir: our drafter's folder (lint, import: any
-    head's; extract reads none). target_path: folder or hub id of the target as the engine opens it, null for the one
-    the drafter declares. out: folder that extract and stitch write, null for one in the run's. dtype: of the exported
-    tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see import_head; num_slots
-    also of an extracted one); verify drafts num_slots, null for the drafter's own. reference: what our harness measured
-    (see checkpoints.verify.Reference); without one it is measured on `limit` prompts of each domain of `prompts`
-    (builtin or a JSONL file), max_new_tokens each. tolerance: largest relative difference in tau."""
+    """action: export, lint, verify, import, extract, stitch or push. drafter_dir: our drafter's folder (lint, import:
+    any head's; extract reads none). target_path: folder or hub id of the target as the engine opens it, null for the
+    one the drafter declares. out: folder that extract and stitch write, null for one in the run's. dtype: of the
+    exported tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see import_head;
+    num_slots also of an extracted one); verify drafts num_slots, null for the drafter's own. reference: what our
+    harness measured (see checkpoints.verify.Reference); without one it is measured on `limit` prompts of each domain of
+    `prompts` (builtin or a JSONL file), max_new_tokens each. tolerance: largest relative difference in tau. push:
+    repository of the hub that the written (or, with action=push, the given) folder goes to, null for none; private:
+    unless false; dry_run: list only. license: of the model card, the hub's identifier, null for unknown."""
 
     action: str
     drafter_dir: str = ""
@@ -91,10 +101,19 @@ class ExportSettings:
     limit: int | None = 4
     max_new_tokens: int = 64
     tolerance: float = 0.02
+    push: str | None = None
+    private: bool = True
+    license: str | None = None
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {self.action!r}")
+        check_license(self.license)
+        if self.push is None and (self.action == "push" or self.dry_run):
+            raise ValueError("push=ORGANISATION/NAME says where to send the folder")
+        if self.push is not None and self.action not in ("push", "export", "stitch"):
+            raise ValueError(f"push goes with action=export, stitch or push, not {self.action}")
         if not self.drafter_dir and self.action != "extract":
             raise ValueError(f"action={self.action} needs drafter_dir, the head's folder")
         if not self.target_path and self.action == "extract":
@@ -135,14 +154,24 @@ def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetPa
         take_out(wanted, engine.name, Path(wanted.out or out / "drafter"), load_target, console)
     elif wanted.action == "lint":
         check(wanted, engine.name, console)
+    elif wanted.action == "push":
+        send(wanted, Path(wanted.drafter_dir), console)
     else:
         whole = read_drafter(Path(wanted.drafter_dir))
         if wanted.action == "stitch" and entry_for(engine.name, whole.declared.architecture).whole is None:
             raise ValueError(f"{engine.name} has no target that holds a {whole.declared.architecture!r} head in it")
         folder = Path(wanted.out) if wanted.out and wanted.action == "stitch" else out / engine.name
         exported = write(wanted, whole, engine.name, folder, console)
+        if wanted.push is not None:
+            send(wanted, exported.folder, console)
         if wanted.action == "verify":
             prove(wanted, engine, exported, target_path(wanted, whole), console)
+
+
+def send(wanted: ExportSettings, folder: Path, console: Console) -> None:
+    """Send a folder to the hub, or list what would be sent."""
+    for line in push(folder, str(wanted.push), private=wanted.private, dry_run=wanted.dry_run).lines():
+        console.print(line, markup=False, highlight=False)
 
 
 def target_path(wanted: ExportSettings, whole: Whole) -> str:
@@ -158,7 +187,7 @@ def write(wanted: ExportSettings, whole: Whole, engine: str, folder: Path, conso
         raise ValueError(f"dtype={wanted.dtype}: a head stitched into its target has the target's dtype; leave it null")
     dtype, link = DTYPES[wanted.dtype or whole.declared.dtype], wanted.action == "verify"
     source = Source(whole, path, dtype, lambda: target_head(path), link)
-    exported = export_engine(source, engine, folder)
+    exported = export_engine(source, engine, folder, wanted.license)
     console.print(f"{engine}: {exported.folder}")
     for note in exported.notes:
         console.print(f"  note: {note}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints.card import card
 from checkpoints.files import atomic, read_json, read_tensors, sha256_file, write_json, write_tensors
 from drafters.contract import Drafter, TargetParts
 from drafters.vocabulary import DraftVocabulary
@@ -286,30 +287,3 @@ def drafter_class(architecture: str) -> type[Drafter]:
     if len(found) != 1:
         raise ValueError(f"{name} must define exactly one Drafter, it defines {len(found)}")
     return found[0]
-
-
-def card(declared: Declared) -> str:
-    """The folder's README.md: what it is, for which target, how it was measured, how to use it."""
-    rows = {
-        "architecture": declared.architecture,
-        "target": f"{declared.target.get('name')} (weights {declared.target.get('weights')})",
-        "target layers": f"{declared.layers} ({declared.layer_convention})",
-        "slots": f"{declared.num_slots} ({declared.slot_convention})",
-        "draft vocabulary": f"{declared.vocabulary['size']} of {declared.vocabulary['target_size']} tokens",
-        "dtype": declared.dtype,
-        **{f"data: {key}": value for key, value in declared.data.items()},
-        **{f"measured: {key}": value for key, value in declared.measured.items()},
-    }
-    body = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items())
-    return (
-        f"# Drafter ({declared.architecture}) for {declared.target.get('name')}\n\n"
-        "A drafter head for speculative decoding: it guesses the next tokens of this one target, which verifies them,\n"
-        "so the output stays the target's own.\n\n"
-        f"| what | value |\n|---|---|\n{body}\n\n"
-        "Written by headstart. `headstart eval` measures it; `headstart export` writes what engines load.\n"
-    )
-
-
-def _cell(value: Any) -> str:
-    text = str(value).replace("|", "\\|").replace("\n", " ")
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -74,6 +74,7 @@ REQUIRED = {
     "train": ("target=any", "target.name=/nowhere", "prepared=/nowhere"),
     "eval": ("target=any", "target.name=/nowhere", "drafter_dir=/nowhere"),
     "export": ("drafter_dir=/nowhere", "action=lint"),
+    "doctor": ("target=any", "target.name=/nowhere", "drafter_dir=/nowhere"),
     "compare": ("target=any", "target.name=/nowhere", "prepared=/nowhere", "budget.steps=1"),
     "bench": ("target=any", "target.name=/nowhere"),
     "simulate": ("traces=/nowhere",),
@@ -173,7 +174,10 @@ def documented() -> list[str]:
     for page in (CONF.parent / "README.md", *sorted((CONF.parent / "docs").glob("*.md"))):
         for block in re.findall(r"```[a-z]*\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                if re.match(r"headstart (prepare|train|eval|export|bench|simulate|demo)\b", line) and "..." not in line:
+                if (
+                    re.match(r"headstart (prepare|train|eval|export|doctor|bench|simulate|demo)\b", line)
+                    and "..." not in line
+                ):
                     lines.append(line.strip())
     return sorted(set(lines))
 
