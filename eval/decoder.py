@@ -24,14 +24,15 @@ from torch import Tensor
 
 from data.target import Features, Target
 from drafters.contract import Coupling, Drafter, Proposal
-from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform, draw
+from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform, draw, round_seeds
 from eval.cache import RowCache, check_cacheable
 from eval.drafted import draft, stored_bytes
 from eval.lossy import Lossy, verify_lossy
 from eval.verification import Verdict, take_all, verify, verify_greedy, verify_same_noise
+from eval.verification_block import verify_block
 
-Verification = Coupling | Literal["none"]
-VERIFICATIONS = (*get_args(Coupling), "none")
+Verification = Coupling | Literal["block", "none"]
+VERIFICATIONS = (*get_args(Coupling), "block", "none")
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class DecodeSettings:
     included.
 
     batch_size: requests decoded together. sampling: applied to target and drafter alike. seed: of all random numbers.
-    verification: of sampled proposals, null for the drafter's own coupling; "none" keeps every drafted token, greedy
-    ones too, and is LOSSY. ValueError on values below 1 or an unknown verification.
+    verification: of sampled proposals, null for the drafter's own coupling; "block" keeps at least as many drafts as
+    "rejection"; "none" keeps every drafted token, greedy ones too, and is LOSSY. ValueError on values below 1 or an
+    unknown verification.
 
     lossy: a rule that keeps drafts the target would not have written (None: lossless). peaks: also record the drafter's
     q_max by slot.
@@ -322,6 +324,8 @@ class _Group:
         if self.drafter is None:
             return Proposal(self.anchors.new_empty(len(self.anchors), 0))
         seeds = self.all_seeds.to(self.like.device)
+        if self.verification == "block":
+            seeds = self._round_seeds()
         settings = self.settings
         proposal = draft(self.drafter, self.state, self.num_slots, settings.sampling, seeds, settings.peaks)
         parts = [proposal.tokens, proposal.probs, proposal.confidences, proposal.peaks]
@@ -331,6 +335,12 @@ class _Group:
         tokens, *others = parts
         assert tokens is not None
         return Proposal(tokens.to(self.target.device), *others)
+
+    def _round_seeds(self) -> Tensor:
+        """This round's own seeds for every row of the drafter's state (those that ended: any)."""
+        anchors = torch.zeros_like(self.all_seeds)
+        anchors[torch.tensor(self.alive, device=anchors.device)] = self.cache.lengths.to(anchors.device)
+        return round_seeds(self.all_seeds, anchors).to(self.like.device)
 
     def _verify(self, last: Tensor, proposal: Proposal, positions: Tensor) -> Verdict:
         """last [R, K+1, D], anchors at positions [R]."""
@@ -349,6 +359,9 @@ class _Group:
             ranked = self.verification == "same_noise_ranked"
             return verify_same_noise(sampling.probs(logits), tokens, seeds, positions, ranked)
         probs = None if proposal.probs is None else proposal.probs.to(logits.device)
+        if self.verification == "block":
+            own = round_seeds(self.seeds.to(logits.device), positions.to(logits.device))
+            return verify_block(sampling.probs(logits), tokens, probs, own, positions.to(logits.device))
         return verify(sampling.probs(logits), tokens, probs, self.seeds.to(logits.device), positions.to(logits.device))
 
     def _record(self, result: Generation, tokens: list[int], accepted: int) -> None:

@@ -31,7 +31,7 @@ from data.target import Target, TargetSettings
 from drafters.contract import Coupling, Drafter
 from drafters.sampling import Sampling
 from eval.calibration import attach_estimator, calibrate_generations, save_calibration
-from eval.decoder import DecodeSettings, generate
+from eval.decoder import DecodeSettings, Verification, generate
 from eval.latency import latency
 from eval.lossless import Difference, compare
 from eval.lossy import RULES, Agreement, Lossy, agreement
@@ -54,7 +54,7 @@ class EvalSettings:
     num_slots: tokens drafted per round, null for the drafter's own. max_new_tokens, batch_size, seed: of decoding.
     temperature (0 = greedy), top_k, top_p: on target and drafter alike. baseline: also decode without the drafter.
     limit: prompts of each domain, null for all. thinking: the chat template's thinking choice, null for its default.
-    verification: of sampled proposals, rejection or same_noise; null for the drafter's own coupling. typical or
+    verification: of sampled proposals, rejection, block or same_noise; null for the drafter's own coupling. typical or
     threshold keep drafts by eval.lossy.Lossy with epsilon, delta and threshold, which is LOSSY. peaks: record q_max by
     slot, for an estimator of heads without confidences.
     """
@@ -76,7 +76,7 @@ class EvalSettings:
     peaks: bool = False
 
     def __post_init__(self) -> None:
-        allowed = (*get_args(Coupling), *RULES)
+        allowed = (*get_args(Coupling), "block", *RULES)
         if self.verification is not None and self.verification not in allowed:
             raise ValueError(f"verification must be null, {', '.join(allowed)}, got {self.verification!r}")
 
@@ -98,7 +98,7 @@ class EvalSettings:
     def decoding(self, drafter: Drafter) -> DecodeSettings:
         """Settings of the decoding loop; ValueError on values out of range."""
         slots = self.num_slots if self.num_slots is not None else drafter.num_slots
-        lossless = None if self.lossy is not None else cast(Coupling | None, self.verification)
+        lossless = None if self.lossy is not None else cast(Verification | None, self.verification)
         made = DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed, lossless)
         return replace(made, verification=made.verified_by(drafter), lossy=self.lossy, peaks=self.peaks)
 
