@@ -87,8 +87,8 @@ def counter_uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
 def round_seeds(seeds: Tensor, anchors: Tensor) -> Tensor:
     """Seeds [R] of one round's own, of requests' seeds [R] and their anchors' positions [R].
 
-    Where a round's outcome depends on numbers of positions behind its end (block verification, drawn trees), the next
-    round must not read those numbers again: they are no longer uniform, given the outcome.
+    Where a round's outcome depends on numbers of positions behind its end (block verification), the next round must not
+    read those numbers again: they are no longer uniform, given the outcome.
     """
     return (counter_uniform(seeds, anchors, ROUND_STREAM) * 2.0**53).long()
 

@@ -138,14 +138,15 @@ def generate(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
+    group: "type[_Group] | None" = None,
 ) -> list[Generation]:
     """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
 
     A request's tokens do not depend on the others in its group, up to the rounding of batched kernels. seeds: one per
     prompt; by default settings.seed + its index. clock: filled when given (a GPU is then waited for at every stage).
     watch: called after each round, outside the clock, with the requests that ended and the tokens that were written.
-    ValueError for an empty prompt, one that leaves no room in the target's positions, or a target without plain KV
-    cache.
+    group: how requests decode together (eval.tree_decoder). ValueError for an empty prompt, one that leaves no room in
+    the target's positions, or a target without plain KV cache.
     """
     check_cacheable(target.model)
     _check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
@@ -160,8 +161,8 @@ def generate(
     try:
         for start in range(0, len(order), settings.batch_size):
             chosen = order[start : start + settings.batch_size]
-            group = _Group(target, drafter, settings, clock, watch)
-            group.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
+            made = (group or _Group)(target, drafter, settings, clock, watch)
+            made.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
     finally:
         if drafter is not None:
             drafter.train(training)
@@ -181,6 +182,7 @@ class _Group:
     ) -> None:
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_slots = settings.num_slots if drafter is not None else 0
+        self.room = self.num_slots + 1  # columns that a drafter's state needs beside the text
         self.layers = drafter.needs.layers if drafter is not None else ()
         self.clock, self.watch = clock, watch
         self.reported = (0, 0)
@@ -214,7 +216,7 @@ class _Group:
                 result.arrivals.append(time.perf_counter() - self.began)
         with self.timed("draft"):
             if self.drafter is not None and not all(map(self._ended, results)):
-                capacity = max(map(len, prompts)) + self.settings.max_new_tokens + self.num_slots + 1
+                capacity = max(map(len, prompts)) + self.settings.max_new_tokens + self.room
                 self.state = self.drafter.begin(len(prompts), capacity)
                 self.drafter.start(self.state, torch.tensor([prompt[0] for prompt in prompts], device=self.like.device))
                 self._observe_prompts(prompts, features, mask)

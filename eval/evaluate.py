@@ -42,6 +42,8 @@ from eval.progress import Watch
 from eval.recording import Question, kept
 from eval.replayed import Replayed, measure_replay
 from eval.report import Part, Report, beside
+from eval.tree_decoder import TreeDecodeSettings
+from eval.trees import TreeSettings
 from eval.turns import Turns
 
 OPTIONS = ("replay", "recording", "calibrate", "predicted", "pareto")
@@ -56,7 +58,8 @@ class EvalSettings:
     limit: prompts of each domain, null for all. thinking: the chat template's thinking choice, null for its default.
     verification: of sampled proposals, rejection, block or same_noise; null for the drafter's own coupling. typical or
     threshold keep drafts by eval.lossy.Lossy with epsilon, delta and threshold, which is LOSSY. peaks: record q_max by
-    slot, for an estimator of heads without confidences.
+    slot, for an estimator of heads without confidences. tree: what is drafted in place of chains; num_slots is its
+    depth.
     """
 
     num_slots: int | None = None
@@ -74,6 +77,7 @@ class EvalSettings:
     delta: float = 0.3
     threshold: float = 0.3
     peaks: bool = False
+    tree: TreeSettings = TreeSettings()
 
     def __post_init__(self) -> None:
         allowed = (*get_args(Coupling), "block", *RULES)
@@ -99,8 +103,17 @@ class EvalSettings:
         """Settings of the decoding loop; ValueError on values out of range."""
         slots = self.num_slots if self.num_slots is not None else drafter.num_slots
         lossless = None if self.lossy is not None else cast(Verification | None, self.verification)
+        slots = self.tree.depth(slots) if self.num_slots is None else slots
         made = DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed, lossless)
-        return replace(made, verification=made.verified_by(drafter), lossy=self.lossy, peaks=self.peaks)
+        made = replace(made, verification=made.verified_by(drafter), lossy=self.lossy, peaks=self.peaks)
+        if self.tree.kind == "none":
+            return made
+        self.tree.check(drafter, slots)
+        return TreeDecodeSettings(**{key.name: getattr(made, key.name) for key in fields(made)}, tree=self.tree)
+
+    def verified(self, num_slots: int) -> int:
+        """Tokens that the target reads each round to verify a proposal, the anchor included."""
+        return 1 + (num_slots if self.tree.kind == "none" else self.tree.size(num_slots))
 
 
 @dataclass
@@ -174,8 +187,8 @@ def evaluate(
     lossy = None if decoding.lossy is None else (decoding.lossy, _agreement(target, done, decoding))
     seconds["compare"] = time.perf_counter() - started
     return Report(
-        whole=_part(done, decoding.num_slots),
-        parts={one.domain: _part([one], decoding.num_slots) for one in done},
+        whole=_part(done, decoding.num_slots, settings.verified(decoding.num_slots)),
+        parts={one.domain: _part([one], decoding.num_slots, settings.verified(decoding.num_slots)) for one in done},
         num_slots=decoding.num_slots,
         differences=differences,
         seconds=seconds,
@@ -279,8 +292,8 @@ def _agreement(target: Target, done: list[_Answers], decoding: DecodeSettings) -
     return agreement(target, asked, made, own, decoding.sampling.greedy)
 
 
-def _part(done: list[_Answers], num_slots: int) -> Part:
-    """Figures of some domains together."""
+def _part(done: list[_Answers], num_slots: int, verified: int) -> Part:
+    """Figures of some domains together. verified: tokens that the target read a round."""
     drafted = [generation for one in done for generation in one.drafted.answers]
     plain = [generation for one in done if one.plain for generation in one.plain.answers]
     timed = {"drafter": latency(drafted), "baseline": latency(plain)}
@@ -289,7 +302,7 @@ def _part(done: list[_Answers], num_slots: int) -> Part:
     return Part(
         prompts=sum(len(one.drafted.waves[0]) for one in done),
         turns=len(drafted),
-        acceptance=acceptance(drafted, num_slots),
+        acceptance=acceptance(drafted, num_slots, target_tokens=verified),
         speed=speed(work, baseline),
         latency={who: found for who, found in timed.items() if found is not None},
     )
@@ -334,10 +347,11 @@ def about(
 def run(config: DictConfig, folder: Path) -> Report | Replayed:
     """Evaluate as configured; writes report.html, report.md, report.json, pictures and run.json into folder, prints the
     table."""
-    own = [key.name for key in fields(EvalSettings) if key.name != "peaks"]
-    known_groups(config, "drafter_dir", "prompts", "target", *OPTIONS, *own)
+    own = [key.name for key in fields(EvalSettings) if key.name not in ("peaks", "tree")]
+    known_groups(config, "drafter_dir", "prompts", "target", "tree", *OPTIONS, *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
-    measured = replace(measured, peaks=bool(config.calibrate))
+    tree = settings(TreeSettings, config.tree, "tree")
+    measured = replace(measured, peaks=bool(config.calibrate), tree=tree)
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
@@ -391,6 +405,8 @@ def evaluate_replay(
     """
     if not settings.sampling.greedy:
         raise ValueError(f"a replay is greedy: temperature must be 0 with replay=true, got {settings.temperature}")
+    if settings.tree.kind != "none":
+        raise ValueError(f"a replay drafts chains: tree must be none with replay=true, got {settings.tree.kind}")
     if settings.lossy is not None:
         raise ValueError(f"a replay is lossless: verification must be null, got {settings.verification}")
     asked = questions(target, prompts, settings)
