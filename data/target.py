@@ -197,22 +197,28 @@ class Target:
         self,
         tokens: Tensor,
         layers: Sequence[int],
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         positions: Tensor | None = None,
         cache: Any = None,
     ) -> Features:
         """Run the decoder, without the head.
 
         tokens [B, T] int64. layers: ascending ids, 0 = first decoder layer's output. attention_mask [B, past + T],
-        1 where a token is real. positions [B, T]; by default real tokens are numbered from 0 in each row, so left
-        and right padding give the same features. cache: a transformers Cache, extended in place.
+        1 where a token is real; or what is added to the scores [B, 1, T, past + T], where a target has several kinds of
+        attention one for each. positions [B, T]; by default real tokens are numbered from 0 in each row, so left and
+        right padding give the same features; ValueError where they are needed. cache: a transformers Cache, extended in
+        place.
         Returns features on the device of the last hidden state; those at padding are meaningless.
         """
         wanted = check_layers(tuple(layers), len(self._anatomy.layers)) if len(layers) else ()
         tokens = tokens.to(self.device)
-        if attention_mask is not None:
+        if isinstance(attention_mask, dict):
+            attention_mask = {kind: mask.to(self.device) for kind, mask in attention_mask.items()}
+        elif attention_mask is not None:
             attention_mask = attention_mask.to(self.device)
         if positions is None:
+            if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
+                raise ValueError("masks that are added to the scores need positions")
             positions = default_positions(tokens, attention_mask, _past(cache))
         places = positions.to(self.device)
         if self._together is not None and cache is None:
@@ -223,13 +229,14 @@ class Target:
         self,
         tokens: Tensor,
         wanted: Sequence[int],
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | dict[str, Tensor] | None,
         positions: Tensor,
         cache: Any = None,
     ) -> Features:
-        moved = (None if x is None else x.to(self.device) for x in (tokens, attention_mask, positions))
-        tokens, *rest = moved
-        arguments: dict[str, Any] = dict(zip(("attention_mask", "position_ids"), rest, strict=True))
+        tokens, positions = tokens.to(self.device), positions.to(self.device)
+        if isinstance(attention_mask, Tensor):
+            attention_mask = attention_mask.to(self.device)
+        arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": positions}
         if cache is not None:
             arguments[self._cache_name] = cache
         with _outputs([self._anatomy.layers[i] for i in wanted]) as kept:

@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafters.attention import block_block_mask, dense_block, flex_block
+from drafters.branches import Branches, CarriedBranches, SlotBranches
 from drafters.carry import carry_newest
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, check_layers, grid
 from drafters.decoder import HeadNormAttention, key_shape, take_norm
@@ -148,6 +149,7 @@ class BlockDrafter(Drafter):
     """
 
     sequential = False
+    branching = "slots"
     mask_token: int
 
     def __init__(
@@ -370,6 +372,33 @@ class BlockDrafter(Drafter):
         state.length = state.length + lengths
 
     def propose(self, state: BlockState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
+        """ValueError when more slots are asked for than were trained."""
+        hidden = self._slot_states(state, num_slots)
+        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
+        if self.sequential:
+            return self._walk(hidden, state.anchor, sampling, seeds, places)
+        tokens, probs = choose(
+            self._independent(hidden), self.vocabulary, sampling, seeds[:, None].expand_as(places), places
+        )
+        return Proposal(tokens, probs)
+
+    def branch(self, state: BlockState, num_slots: int) -> Branches:
+        hidden = self._slot_states(state, num_slots)
+        if not self.sequential:
+            return SlotBranches(self._independent(hidden))
+
+        def step(states: Tensor, prev_ids: Tensor, carry: Any) -> tuple[Tensor, Any]:
+            made, carry = self.step(states, prev_ids, carry)
+            return self.logits(made, prev_ids), carry
+
+        return CarriedBranches(hidden, state.anchor, step, self.pick_carry)
+
+    def pick_carry(self, carry: Any, rows: Tensor) -> Any:
+        """A carry of `step` for some of its rows. rows [N'] int64, repeats allowed."""
+        return carry[rows]
+
+    def _slot_states(self, state: BlockState, num_slots: int) -> Tensor:
+        """States [R, K, D] of the slots after every anchor."""
         if num_slots > self.num_slots:
             raise ValueError(f"this drafter was made for at most {self.num_slots} slots, got {num_slots}")
         rows = self.rows(state.anchor[:, None], num_slots)
@@ -377,13 +406,11 @@ class BlockDrafter(Drafter):
         positions = anchors + torch.arange(rows.shape[2], device=anchors.device)
         documents = torch.zeros(len(anchors), length, dtype=torch.int64, device=anchors.device)
         view = View(self.rotary, documents, anchors, positions, rows.shape[2])
-        hidden = self.run(rows, view, list(zip(state.keys, state.values, strict=True)))[:, 0]
-        places = anchors + 1 + torch.arange(num_slots, device=anchors.device)
-        if self.sequential:
-            return self._walk(hidden, state.anchor, sampling, seeds, places)
-        logits = self.logits(hidden.flatten(0, 1), hidden.new_empty(0)).unflatten(0, hidden.shape[:2])
-        tokens, probs = choose(logits, self.vocabulary, sampling, seeds[:, None].expand_as(places), places)
-        return Proposal(tokens, probs)
+        return self.run(rows, view, list(zip(state.keys, state.values, strict=True)))[:, 0]
+
+    def _independent(self, hidden: Tensor) -> Tensor:
+        """Logits [R, K, W] of slots [R, K, D] that do not read tokens."""
+        return self.logits(hidden.flatten(0, 1), hidden.new_empty(0)).unflatten(0, hidden.shape[:2])
 
     def _walk(self, hidden: Tensor, anchor: Tensor, sampling: Sampling, seeds: Tensor, places: Tensor) -> Proposal:
         """Draft left to right: hidden [R, K, D] of the slots, anchor [R], absolute places [R, K]."""

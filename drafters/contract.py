@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from drafters.branches import Branches
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -274,7 +275,8 @@ class Drafter(nn.Module, ABC):
     many anchors training draws from each packed row (None: all). follows_drafts: whether `slots` reads a batch's
     drafted tokens in every slot; where False, slots after a rejected draft cannot be trained. coupling: how sampled
     proposals are verified (see eval.verification); "same_noise" for drafters that read the noise of the target's own
-    sampler.
+    sampler. branching: how it drafts trees: "slots" when no slot reads drafted tokens, so that one pass tells the
+    distributions of all; "steps" when it goes from level to level; None when it drafts chains only.
     """
 
     num_slots: int
@@ -285,6 +287,7 @@ class Drafter(nn.Module, ABC):
     mask_token: int | None = None
     anchors_per_row: int | None = None
     follows_drafts: bool = True
+    branching: Literal["slots", "steps"] | None = None
     # Confidences [R, K] from peaks [R, K], fitted afterwards and loaded beside a head that gives none of its own.
     estimator: Callable[[Tensor], Tensor] | None = None
 
@@ -337,6 +340,11 @@ class Drafter(nn.Module, ABC):
 
         seeds [R] int64: per-request random seeds; equal seeds and positions draw equal tokens in any batch.
         """
+
+    def branch(self, state: Any, num_slots: int) -> Branches:
+        """Open the branches of one round, num_slots levels deep. Leaves `state` as it was but for free columns:
+        `begin` had room for every node that is read. ValueError where `branching` is None."""
+        raise ValueError(f"{type(self).__name__} drafts chains only: its proposals cannot be trees")
 
 
 def default_layers(num_target_layers: int, count: int = 3) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class DFlash2(BlockDrafter):
     """DFlash 2 drafter. head: candidates (top tokens of a slot), rank (of the selector), taps and group (of the
     convolutions). The rest as in BlockDrafter."""
 
-    sequential = True
+    sequential, branching = True, "steps"
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ class Domino(BlockDrafter):
     """Domino drafter. head: state (GRU width), rank (of the correction), base_share (of training in which the base
     logits are trained too). The rest as in BlockDrafter."""
 
-    sequential = True
+    sequential, branching = True, "steps"
 
     def __init__(
         self,
@@ -50,6 +50,10 @@ class Domino(BlockDrafter):
         made, state = self.prefix_gru(self.embedding(prev_ids)[:, None], carry)
         later = hidden.new_full((len(hidden), 1), float(carry is not None))
         return torch.cat([hidden, made[:, 0], later], -1), state
+
+    def pick_carry(self, carry: Any, rows: Tensor) -> Any:
+        """The GRU's state has its layers first."""
+        return carry[:, rows]
 
     def head_inputs(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:
         """The same for all slots at once."""

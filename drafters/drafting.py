@@ -7,6 +7,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from drafters.branches import Branches
+from drafters.contract import Proposal
 from drafters.sampling import DRAFT_STREAM, Sampling, counter_uniform, draw
 from drafters.vocabulary import DraftVocabulary
 
@@ -60,6 +62,23 @@ def choose(
         wide = narrow.new_zeros(*narrow.shape[:-1], vocabulary.target_size)
         wide[..., ids] = narrow
     return ids[draw(narrow, counter_uniform(seeds, positions, stream))], wide
+
+
+def along(
+    branches: Branches, num_slots: int, vocabulary: DraftVocabulary, sampling: Sampling, seeds: Tensor, anchors: Tensor
+) -> Proposal:
+    """A chain of num_slots tokens: one branch, each token chosen after the one before. anchors [R]: their positions."""
+    logits, parent = branches.first, torch.zeros_like(anchors)[:, None]
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    for k in range(1, num_slots + 1):
+        token, chosen = choose(logits, vocabulary, sampling, seeds, anchors + k)
+        tokens.append(token)
+        if chosen is not None:
+            probs.append(chosen)
+        if k < num_slots:
+            logits = branches.read(token[:, None], parent)[:, 0]
+    return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
 
 
 def write_at(cache: Tensor, columns: Tensor, states: Tensor) -> None:

@@ -74,7 +74,7 @@ class DSpark(BlockDrafter):
     """DSpark drafter. head: kind (vanilla, gated, rnn), rank, confidence (whether there is such a head),
     confidence_reads_token (whether it reads W1[x] beside the slot's state). The rest as in BlockDrafter."""
 
-    sequential = True
+    sequential, branching = True, "steps"
 
     def __init__(
         self,

@@ -27,8 +27,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import cached_file
 
+from drafters.branches import Branches, NodeColumns
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, grid
-from drafters.drafting import choose, take_rows, write_at
+from drafters.drafting import along, take_rows, write_at
 from drafters.layers import WholeBuffers, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary, tokenizer_fingerprint
@@ -79,6 +80,7 @@ class Independent(WholeBuffers, Drafter):
     """
 
     follows_drafts = False  # slots are gathered from one pass over the data's tokens
+    branching = "steps"
 
     def __init__(
         self,
@@ -214,42 +216,61 @@ class Independent(WholeBuffers, Drafter):
         state.output = torch.where((lengths > 0)[:, None], newest, state.output)
         state.length = state.length + lengths
 
+    def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
+        """K passes of one token, the first of which observe has made; drafted tokens go to columns that the next
+        observe overwrites."""
+        return along(self.branch(state, num_slots), num_slots, self.vocabulary, sampling, seeds, state.length)
+
+    def branch(self, state: DraftState, num_slots: int) -> "ModelBranches":
+        return ModelBranches(self, state)
+
     def _read(self, state: DraftState, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Run tokens [R, N] at positions [R, N] over the cache; their keys and values go to columns [R, N]."""
+        """Run tokens [R, N] at positions [R, N] over the cache; their keys and values go to columns [R, N]. A position
+        sees the columns up to its own."""
+        places = torch.arange(state.width, device=positions.device).expand(len(positions), -1)
+        return self.read_rows(state, tokens, positions, columns, (places, places[:, None] <= positions[..., None]))
+
+    def read_rows(
+        self,
+        state: DraftState,
+        tokens: Tensor,
+        positions: Tensor,
+        columns: Tensor,
+        known: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """As `_read`, with known: the position [R, C] that each column holds, and the columns visible [R, N, C]."""
         while len(state.cache.layers) < self.config.num_hidden_layers:
             state.cache.layers.append(PlacedLayer())
         for layer in cast(list[PlacedLayer], state.cache.layers):
             layer.columns, layer.width = columns, state.width
-        masks = {kind: self._mask(kind, positions, state.width, state.output.dtype) for kind in self.kinds}
+        masks = {kind: self._mask(kind, positions, *known, state.output.dtype) for kind in self.kinds}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask, "use_cache": True}
         return self.body(**arguments, **{self._cache_name: state.cache}).last_hidden_state
 
-    def _mask(self, kind: str, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [R, 1, N, C]: a position sees the columns up to its own, where its layer has a window the
-        newest of them."""
-        columns = torch.arange(width, device=positions.device)
-        visible = columns <= positions[..., None]
+    def _mask(self, kind: str, positions: Tensor, places: Tensor, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        """Additive mask [R, 1, N, C] of visible columns; where the layer has a window, of the newest places."""
         if kind == SLIDING:
-            visible &= columns > positions[..., None] - self.config.sliding_window
+            visible = visible & (places[:, None] > positions[..., None] - self.config.sliding_window)
         return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
-    def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
-        """K passes of one token, the first of which observe has made; drafted tokens go to columns that the next
-        observe overwrites."""
-        hidden = state.output
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for k in range(1, num_slots + 1):
-            logits = self.logits(hidden, tokens[-1] if tokens else state.length)
-            token, chosen = choose(logits, self.vocabulary, sampling, seeds, state.length + k)
-            tokens.append(token)
-            if chosen is not None:
-                probs.append(chosen)
-            if k < num_slots:
-                place = (state.length + k)[:, None]
-                hidden = self._read(state, token[:, None], place, place)[:, 0]
-        return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
+
+class ModelBranches(Branches):
+    """The model's own states, one pass a level."""
+
+    def __init__(self, drafter: Independent, state: DraftState) -> None:
+        self.drafter, self.state, self.level = drafter, state, 0
+        self.first = drafter.logits(state.output, state.length)
+        self.columns = NodeColumns(state.length + 1, state.width)
+        self.places = torch.arange(state.width, device=state.length.device).expand(len(state.length), -1)
+
+    def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self.level += 1
+        columns, visible = self.columns.place(parents)
+        positions = (self.state.length + self.level)[:, None].expand_as(tokens)
+        self.places = self.places.scatter(1, columns, positions)
+        output = self.drafter.read_rows(self.state, tokens, positions, columns, (self.places, visible))
+        return self.drafter.logits(output.flatten(0, 1), tokens.flatten()).unflatten(0, tokens.shape)
 
 
 # Building the model

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from drafters.attention import block_block_mask, dense_block, flex_block
 from drafters.block import BLOCK, BlockDrafter, BlockState, View
-from drafters.contract import Batch, Coupling, Grid, Proposal, SlotBatch, TargetParts, grid
+from drafters.branches import Branches
+from drafters.contract import Batch, Coupling, Drafter, Grid, Proposal, SlotBatch, TargetParts, grid
 from drafters.drafting import choose
 from drafters.layers import complete
 from drafters.noise import PointwiseNoiseEncoder, bins, pick
@@ -123,7 +124,8 @@ class KForcing(BlockDrafter):
     encoder; null: the hidden size, at most 768). The rest as in BlockDrafter.
     """
 
-    follows_drafts = False  # noises tell later slots what came before, not tokens
+    follows_drafts = False  # noises tell later slots what came before, not tokens: there is one branch to draft
+    branching = None
 
     def __init__(
         self,
@@ -350,6 +352,9 @@ class KForcing(BlockDrafter):
         ids, step = self.vocabulary.ids_on(hidden.device), max(1, LOGITS_AT_ONCE // len(self.vocabulary))
         best = [self.lm_head(part).argmax(-1) for part in hidden.flatten(0, 2).split(step)]
         return ids[torch.cat(best)].view(hidden.shape[:-1])
+
+    def branch(self, state: BlockState, num_slots: int) -> Branches:
+        return Drafter.branch(self, state, num_slots)
 
     def propose(self, state: BlockState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """causal and joint choose each slot's most likely token and give its probability as confidence; conditional

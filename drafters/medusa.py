@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from drafters.branches import SlotBranches
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, grid
 from drafters.decoder import take_head
 from drafters.drafting import choose, take_rows
@@ -54,6 +55,8 @@ class Medusa(Drafter):
     head: "own" trains one output projection for all heads, over the draft vocabulary; "target" shares the target's
     frozen one. The paper trains one a head: K times the parameters, which few targets leave room for.
     """
+
+    branching = "slots"
 
     def __init__(
         self,
@@ -115,8 +118,15 @@ class Medusa(Drafter):
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """ValueError when more slots are asked for than there are heads."""
+        logits = self._slot_logits(state, num_slots)
+        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
+        return Proposal(*choose(logits, self.vocabulary, sampling, seeds[:, None].expand_as(places), places))
+
+    def branch(self, state: DraftState, num_slots: int) -> SlotBranches:
+        return SlotBranches(self._slot_logits(state, num_slots))
+
+    def _slot_logits(self, state: DraftState, num_slots: int) -> Tensor:
+        """[R, K, W]."""
         if num_slots > self.num_slots:
             raise ValueError(f"this drafter has {self.num_slots} heads, {num_slots} slots were asked for")
-        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
-        logits = self.lm_head(self.heads(state.last, num_slots))
-        return Proposal(*choose(logits, self.vocabulary, sampling, seeds[:, None].expand_as(places), places))
+        return self.lm_head(self.heads(state.last, num_slots))

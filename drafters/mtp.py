@@ -23,9 +23,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from drafters.branches import Branches, NodeColumns
 from drafters.chains import visible_rows
 from drafters.contract import Batch, Drafter, Grid, Needs, Proposal, SlotBatch, TargetParts, grid
-from drafters.drafting import choose, take_rows
+from drafters.drafting import along, choose, take_rows
 from drafters.layers import SharedEmbedding, SharedHead, complete
 from drafters.mtp_block import ChainKeys, DraftKeys, attention_weights, layer_kind, probe
 from drafters.mtp_index import Indexer, best, index_loss
@@ -105,6 +106,7 @@ class Mtp(MtpModule, Drafter):
         self.size = kind.config.hidden_size
         self.key_shapes = probe(self.block, self.rotary, self.size)
         self.follows_drafts = modules == 1  # module k walks the data's rows
+        self.branching = "steps" if modules == 1 else None  # module k reads rows that only one text has
         self.more = nn.ModuleList(MtpModule(kind, dense, served) for _ in range(modules - 1))
         self.indexer = None
         if shared["top"] is not None:
@@ -256,33 +258,24 @@ class Mtp(MtpModule, Drafter):
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """ValueError when there is one module a slot and more slots are asked for."""
-        if len(self.more) and num_slots > self.num_slots:
+        if not len(self.more):
+            return along(self.branch(state, num_slots), num_slots, self.vocabulary, sampling, seeds, state.length)
+        if num_slots > self.num_slots:
             raise ValueError(f"this drafter has {self.num_slots} modules, {num_slots} slots were asked for")
         token, outputs, tokens, probs = state.anchor, list(state.outputs), [], []
         for k in range(num_slots):
-            if k > 0 and len(self.more):
+            if k > 0:
                 self._deepen(state, outputs, token, k, num_slots)
-            elif k > 0:
-                outputs[0] = self._lengthen(state, outputs[0], token, k)
-            module, output = (self.heads[k], outputs[k]) if len(self.more) else (self, outputs[0])
-            logits = self.logits(module.norm(output), token)
+            logits = self.logits(self.heads[k].norm(outputs[k]), token)
             token, chosen = choose(logits, self.vocabulary, sampling, seeds, state.length + k + 1)
             tokens.append(token)
             if chosen is not None:
                 probs.append(chosen)
         return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
 
-    def _lengthen(self, state: DraftState, output: Tensor, token: Tensor, k: int) -> Tensor:
-        """One module: output [R, D] of slot k + 1 from that of slot k and its token [R]."""
-        keys, first, positions = state.keys[0], state.length[:, None], (state.length - 1 + k)[:, None]
-        columns = torch.arange(keys.keys.shape[2], device=token.device)
-        seen = columns < first if state.chosen is None else state.chosen
-        keys.columns = None
-        if self.sharing["share"] == "none":
-            keys.columns = positions
-            seen = seen | (columns >= first) & (columns <= positions)
-        fused = self.fuse(self.recycle(output)[:, None], self.embed(token[:, None], positions))
-        return self.through(fused, positions, seen[:, None], keys)[:, 0]
+    def branch(self, state: DraftState, num_slots: int) -> Branches:
+        """One module only: see MtpBranches."""
+        return super().branch(state, num_slots) if len(self.more) else MtpBranches(self, state)
 
     def _deepen(self, state: DraftState, outputs: list[Tensor], token: Tensor, k: int, num_slots: int) -> None:
         """One module a slot: with the k-th drafted token [R], modules k + 1.. read one row more each."""
@@ -291,6 +284,32 @@ class Mtp(MtpModule, Drafter):
             module, states = self.heads[m], self.heads[m - 1].recycle(outputs[m - 1])[:, None]
             fused = module.fuse(states, self.embed(token[:, None], rows.clamp_min(0)))
             outputs[m] = self._pass(state, m, fused, rows, rows >= 0)[0][:, 0]
+
+
+class MtpBranches(Branches):
+    """One module, level after level on its own output; rows of nodes go to columns that the next observe overwrites, or
+    nowhere where later slots see none of them."""
+
+    def __init__(self, drafter: Mtp, state: DraftState) -> None:
+        self.drafter, self.state, self.level = drafter, state, 0
+        width = state.keys[0].keys.shape[2]
+        self.columns = NodeColumns(state.length, width, state.chosen)
+        self.outputs = state.outputs[0][:, None]
+        self.first = drafter.logits(drafter.norm(state.outputs[0]), state.anchor)
+
+    def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        drafter, keys = self.drafter, self.state.keys[0]
+        self.level += 1
+        positions = (self.state.length - 1 + self.level)[:, None].expand_as(tokens)
+        if drafter.sharing["share"] == "none":
+            keys.columns, seen = self.columns.place(parents)
+        else:
+            keys.columns, seen = None, self.columns.visible.expand(-1, tokens.shape[1], -1)
+        states = drafter.recycle(take_rows(self.outputs, parents))
+        fused = drafter.fuse(states, drafter.embed(tokens, positions))
+        self.outputs = drafter.through(fused, positions, seen, keys)
+        logits = drafter.logits(drafter.norm(self.outputs).flatten(0, 1), tokens.flatten())
+        return logits.unflatten(0, tokens.shape)
 
 
 def _check(num_slots: int, modules: int, steps: int, chosen: dict[str, Any]) -> None:

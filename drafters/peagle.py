@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from drafters.attention import dense_chain, flex_chain
+from drafters.branches import SlotBranches
 from drafters.chains import fewer, narrow, pick, spread, visible_rows
 from drafters.contract import Batch, Drafter, Proposal, SlotBatch, TargetParts, grid
 from drafters.decoder import (
@@ -175,6 +176,8 @@ class PEagle(Drafter):
     (keep 1: all). A drafter in eval mode drops nothing.
     """
 
+    branching = "slots"
+
     def __init__(
         self,
         target: TargetParts,
@@ -321,20 +324,25 @@ class PEagle(Drafter):
         return self.run(fused, embedded, positions, attend)
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
-        """The anchor's row is already read; mask rows follow in one pass, at columns that the next observe overwrites.
+        """ValueError when more slots are asked for than were trained."""
+        logits = self._slot_logits(state, num_slots)
+        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
+        return Proposal(*choose(logits, self.vocabulary, sampling, seeds[:, None].expand_as(places), places))
 
-        ValueError when more slots are asked for than were trained.
-        """
+    def branch(self, state: DraftState, num_slots: int) -> SlotBranches:
+        return SlotBranches(self._slot_logits(state, num_slots))
+
+    def _slot_logits(self, state: DraftState, num_slots: int) -> Tensor:
+        """[R, K, W]. The anchor's row is already read; mask rows follow in one pass, at columns that the next observe
+        overwrites."""
         if num_slots > self.num_slots:
             raise ValueError(f"this drafter was made for at most {self.num_slots} slots, got {num_slots}")
-        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
         hidden = state.output[:, None]
         if num_slots > 1:
-            positions = places[:, :-1] - 1
+            positions = state.length[:, None] + torch.arange(num_slots - 1, device=state.length.device)
             made = self._read(state, *self.masked(len(hidden), num_slots - 1), positions, positions)
             hidden = torch.cat([hidden, made], 1)
-        logits = self.lm_head(self.norm(hidden))
-        return Proposal(*choose(logits, self.vocabulary, sampling, seeds[:, None].expand_as(places), places))
+        return self.lm_head(self.norm(hidden))
 
 
 def _mask_rows(given: dict[str, Any], target: TargetParts) -> dict[str, Any]:

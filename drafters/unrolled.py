@@ -22,10 +22,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import LlamaConfig
 
 from drafters.attention import chain_block_mask, dense_chain, flex_chain
+from drafters.branches import Branches, NodeColumns
 from drafters.chains import fewer, narrow, pick, spread, visible_rows
 from drafters.contract import Batch, Drafter, Proposal, SlotBatch, grid
 from drafters.decoder import PlainLayer, key_shape
-from drafters.drafting import choose, take_rows, write_at
+from drafters.drafting import along, take_rows, write_at
 from drafters.layers import Rotary, SharedEmbedding
 from drafters.sampling import Sampling
 
@@ -71,6 +72,7 @@ class Unrolled(Drafter):
     slots that training makes (None: all K).
     """
 
+    branching = "steps"
     layer_config: LlamaConfig
     embedding: SharedEmbedding
     rotary: Rotary
@@ -181,9 +183,9 @@ class Unrolled(Drafter):
         for i, layer in enumerate(self.body):
             if i > 0:
                 inputs = layer.input_layernorm(residual)
-            self._write(state, i, inputs, positions, columns)
+            self.write(state, i, inputs, positions, columns)
             if i + 1 < len(self.body):
-                residual = layer.finish(residual, self._look(state, i, inputs, positions))
+                residual = layer.finish(residual, self.look(state, i, inputs, positions, up_to(state, positions)))
         end = (lengths - 1).clamp_min(0)[:, None]
         fresh = lengths > 0
         state.fused = torch.where(fresh[:, None], take_rows(fused, end)[:, 0], state.fused)
@@ -191,35 +193,58 @@ class Unrolled(Drafter):
         state.length = state.length + lengths
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
-        """The anchor's own row is already among the keys; later rows go to columns that the next observe overwrites."""
-        hidden, token, tokens, probs = state.fused, state.anchor, [], []
-        for k in range(num_slots):
-            position = (state.length - 1 + k)[:, None]
-            inputs, residual = self.enter(hidden[:, None], self.embedding(token)[:, None])
-            for i, layer in enumerate(self.body):
-                if i > 0:
-                    inputs = layer.input_layernorm(residual)
-                if k > 0:
-                    self._write(state, i, inputs, position, position)
-                residual = layer.finish(residual, self._look(state, i, inputs, position))
-            output = residual[:, 0]
-            hidden = self._recycle(output)
-            logits = self.logits(self.leave(output), token)
-            token, chosen = choose(logits, self.vocabulary, sampling, seeds, state.length + k + 1)
-            tokens.append(token)
-            if chosen is not None:
-                probs.append(chosen)
-        return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
+        return along(self.branch(state, num_slots), num_slots, self.vocabulary, sampling, seeds, state.length)
 
-    def _write(self, state: DraftState, i: int, inputs: Tensor, positions: Tensor, columns: Tensor) -> None:
+    def branch(self, state: DraftState, num_slots: int) -> "UnrolledBranches":
+        return UnrolledBranches(self, state)
+
+    def write(self, state: DraftState, i: int, inputs: Tensor, positions: Tensor, columns: Tensor) -> None:
         """Put layer i's keys and values of inputs [R, N, width] at positions [R, N] into columns [R, N]."""
         keys, values = self.body[i].self_attn.keys_values(inputs, self.rotary, positions)
         write_at(state.keys[i], columns, keys)
         write_at(state.values[i], columns, values)
 
-    def _look(self, state: DraftState, i: int, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Layer i's attention of inputs [R, N, width] at positions [R, N] over the columns up to their own: [R, H, N,
-        d]."""
-        visible = torch.arange(state.keys[i].shape[2], device=positions.device) <= positions[..., None]
+    def look(self, state: DraftState, i: int, inputs: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Layer i's attention of inputs [R, N, width] at positions [R, N] over the columns visible [R, N, C] to each:
+        [R, H, N, d]."""
         query = self.body[i].self_attn.query(inputs, self.rotary, positions)
         return dense_chain(query, (state.keys[i], state.values[i]), [], visible)
+
+
+def up_to(state: DraftState, positions: Tensor) -> Tensor:
+    """Columns [R, N, C] up to positions [R, N]."""
+    return torch.arange(state.keys[0].shape[2], device=positions.device) <= positions[..., None]
+
+
+class UnrolledBranches(Branches):
+    """The anchor's own row is already among the keys; rows of nodes go to columns that the next observe overwrites."""
+
+    def __init__(self, drafter: Unrolled, state: DraftState) -> None:
+        self.drafter, self.state, self.level = drafter, state, 0
+        self.columns = NodeColumns(state.length, state.keys[0].shape[2])
+        position = (state.length - 1)[:, None]
+        self.first = self._run(state.fused[:, None], state.anchor[:, None], position, None, up_to(state, position))[
+            :, 0
+        ]
+
+    def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self.level += 1
+        columns, visible = self.columns.place(parents)
+        positions = (self.state.length - 1 + self.level)[:, None].expand_as(tokens)
+        return self._run(take_rows(self.hidden, parents), tokens, positions, columns, visible)
+
+    def _run(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, columns: Tensor | None, visible: Tensor
+    ) -> Tensor:
+        """Rows of hidden [R, M, D] and tokens [R, M] through all layers -> logits [R, M, W]."""
+        drafter, state = self.drafter, self.state
+        inputs, residual = drafter.enter(hidden, drafter.embedding(tokens))
+        for i, layer in enumerate(drafter.body):
+            if i > 0:
+                inputs = layer.input_layernorm(residual)
+            if columns is not None:
+                drafter.write(state, i, inputs, positions, columns)
+            residual = layer.finish(residual, drafter.look(state, i, inputs, positions, visible))
+        self.hidden = drafter._recycle(residual)
+        logits = drafter.logits(drafter.leave(residual).flatten(0, 1), tokens.flatten())
+        return logits.unflatten(0, tokens.shape)

@@ -48,6 +48,15 @@ class BufferedLayer(DynamicLayer):
         if self._buffers is not None:
             self.keys, self.values = (buffer[..., :width, :] for buffer in self._buffers)
 
+    def move(self, start: int, columns: Tensor) -> None:
+        """Copy, in row r, the columns columns[r] to start, start + 1, ... columns [R, n] int64."""
+        if self._buffers is None:
+            return
+        columns = columns.to(self._buffers[0].device)
+        for buffer in self._buffers:
+            index = columns[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+            buffer[..., start : start + columns.shape[1], :] = buffer.gather(2, index)
+
     def gather(self, columns: Tensor) -> None:
         """Keep, in row r, the columns columns[r]. columns [R, width] int64."""
         if self._buffers is None:
@@ -123,6 +132,15 @@ class RowCache:
         holes = min(counts) < top if self._holes_allowed == 0 else width - longest > self._holes_allowed * longest
         if holes:
             self._compact(longest)
+
+    def keep_nodes(self, nodes: Tensor, counts: list[int], new: int) -> None:
+        """Of the last `new` columns that the target wrote, keep nodes[r, :counts[r]] of row r, in that order. nodes
+        [R, n] int64."""
+        start = self.visible.shape[1]
+        for layer in self.layers:
+            layer.move(start, start + nodes)
+            layer.narrow(start + nodes.shape[1])
+        self.keep(counts, nodes.shape[1])
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows and drop the others; padding that no row needs any more goes too."""

@@ -24,14 +24,15 @@ from torch import Tensor
 
 from data.target import Features, Target
 from drafters.contract import Coupling, Drafter, Proposal
-from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform, draw
+from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform, draw, round_seeds
 from eval.cache import RowCache, check_cacheable
 from eval.drafted import draft, stored_bytes
 from eval.lossy import Lossy, verify_lossy
 from eval.verification import Verdict, take_all, verify, verify_greedy, verify_same_noise
+from eval.verification_block import verify_block
 
-Verification = Coupling | Literal["none"]
-VERIFICATIONS = (*get_args(Coupling), "none")
+Verification = Coupling | Literal["block", "none"]
+VERIFICATIONS = (*get_args(Coupling), "block", "none")
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class DecodeSettings:
     included.
 
     batch_size: requests decoded together. sampling: applied to target and drafter alike. seed: of all random numbers.
-    verification: of sampled proposals, null for the drafter's own coupling; "none" keeps every drafted token, greedy
-    ones too, and is LOSSY. ValueError on values below 1 or an unknown verification.
+    verification: of sampled proposals, null for the drafter's own coupling; "block" keeps at least as many drafts as
+    "rejection"; "none" keeps every drafted token, greedy ones too, and is LOSSY. ValueError on values below 1 or an
+    unknown verification.
 
     lossy: a rule that keeps drafts the target would not have written (None: lossless). peaks: also record the drafter's
     q_max by slot.
@@ -136,14 +138,15 @@ def generate(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
+    group: "type[_Group] | None" = None,
 ) -> list[Generation]:
     """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
 
     A request's tokens do not depend on the others in its group, up to the rounding of batched kernels. seeds: one per
     prompt; by default settings.seed + its index. clock: filled when given (a GPU is then waited for at every stage).
     watch: called after each round, outside the clock, with the requests that ended and the tokens that were written.
-    ValueError for an empty prompt, one that leaves no room in the target's positions, or a target without plain KV
-    cache.
+    group: how requests decode together (eval.tree_decoder). ValueError for an empty prompt, one that leaves no room in
+    the target's positions, or a target without plain KV cache.
     """
     check_cacheable(target.model)
     _check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
@@ -158,8 +161,8 @@ def generate(
     try:
         for start in range(0, len(order), settings.batch_size):
             chosen = order[start : start + settings.batch_size]
-            group = _Group(target, drafter, settings, clock, watch)
-            group.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
+            made = (group or _Group)(target, drafter, settings, clock, watch)
+            made.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
     finally:
         if drafter is not None:
             drafter.train(training)
@@ -179,6 +182,7 @@ class _Group:
     ) -> None:
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_slots = settings.num_slots if drafter is not None else 0
+        self.room = self.num_slots + 1  # columns that a drafter's state needs beside the text
         self.layers = drafter.needs.layers if drafter is not None else ()
         self.clock, self.watch = clock, watch
         self.reported = (0, 0)
@@ -212,7 +216,7 @@ class _Group:
                 result.arrivals.append(time.perf_counter() - self.began)
         with self.timed("draft"):
             if self.drafter is not None and not all(map(self._ended, results)):
-                capacity = max(map(len, prompts)) + self.settings.max_new_tokens + self.num_slots + 1
+                capacity = max(map(len, prompts)) + self.settings.max_new_tokens + self.room
                 self.state = self.drafter.begin(len(prompts), capacity)
                 self.drafter.start(self.state, torch.tensor([prompt[0] for prompt in prompts], device=self.like.device))
                 self._observe_prompts(prompts, features, mask)
@@ -322,6 +326,8 @@ class _Group:
         if self.drafter is None:
             return Proposal(self.anchors.new_empty(len(self.anchors), 0))
         seeds = self.all_seeds.to(self.like.device)
+        if self.verification == "block":
+            seeds = self._round_seeds()
         settings = self.settings
         proposal = draft(self.drafter, self.state, self.num_slots, settings.sampling, seeds, settings.peaks)
         parts = [proposal.tokens, proposal.probs, proposal.confidences, proposal.peaks]
@@ -331,6 +337,12 @@ class _Group:
         tokens, *others = parts
         assert tokens is not None
         return Proposal(tokens.to(self.target.device), *others)
+
+    def _round_seeds(self) -> Tensor:
+        """This round's own seeds for every row of the drafter's state (those that ended: any)."""
+        anchors = torch.zeros_like(self.all_seeds)
+        anchors[torch.tensor(self.alive, device=anchors.device)] = self.cache.lengths.to(anchors.device)
+        return round_seeds(self.all_seeds, anchors).to(self.like.device)
 
     def _verify(self, last: Tensor, proposal: Proposal, positions: Tensor) -> Verdict:
         """last [R, K+1, D], anchors at positions [R]."""
@@ -349,6 +361,9 @@ class _Group:
             ranked = self.verification == "same_noise_ranked"
             return verify_same_noise(sampling.probs(logits), tokens, seeds, positions, ranked)
         probs = None if proposal.probs is None else proposal.probs.to(logits.device)
+        if self.verification == "block":
+            own = round_seeds(self.seeds.to(logits.device), positions.to(logits.device))
+            return verify_block(sampling.probs(logits), tokens, probs, own, positions.to(logits.device))
         return verify(sampling.probs(logits), tokens, probs, self.seeds.to(logits.device), positions.to(logits.device))
 
     def _record(self, result: Generation, tokens: list[int], accepted: int) -> None:

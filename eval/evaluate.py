@@ -31,7 +31,7 @@ from data.target import Target, TargetSettings
 from drafters.contract import Coupling, Drafter
 from drafters.sampling import Sampling
 from eval.calibration import attach_estimator, calibrate_generations, save_calibration
-from eval.decoder import DecodeSettings, generate
+from eval.decoder import DecodeSettings, Verification, generate
 from eval.engine_settings import KEYS
 from eval.latency import latency
 from eval.lossless import Difference, compare
@@ -44,6 +44,8 @@ from eval.recording import Question, kept
 from eval.replayed import Replayed, measure_replay
 from eval.report import Part, Report, beside
 from eval.traces import Traces
+from eval.tree_decoder import TreeDecodeSettings
+from eval.trees import TreeSettings
 from eval.turns import Turns
 
 OPTIONS = ("replay", "recording", "calibrate", "predicted", "pareto", "traces", *KEYS)
@@ -56,9 +58,10 @@ class EvalSettings:
     num_slots: tokens drafted per round, null for the drafter's own. max_new_tokens, batch_size, seed: of decoding.
     temperature (0 = greedy), top_k, top_p: on target and drafter alike. baseline: also decode without the drafter.
     limit: prompts of each domain, null for all. thinking: the chat template's thinking choice, null for its default.
-    verification: of sampled proposals, rejection or same_noise; null for the drafter's own coupling. typical or
+    verification: of sampled proposals, rejection, block or same_noise; null for the drafter's own coupling. typical or
     threshold keep drafts by eval.lossy.Lossy with epsilon, delta and threshold, which is LOSSY. peaks: record q_max by
-    slot, for an estimator of heads without confidences.
+    slot, for an estimator of heads without confidences. tree: what is drafted in place of chains; num_slots is its
+    depth.
     """
 
     num_slots: int | None = None
@@ -76,9 +79,10 @@ class EvalSettings:
     delta: float = 0.3
     threshold: float = 0.3
     peaks: bool = False
+    tree: TreeSettings = TreeSettings()
 
     def __post_init__(self) -> None:
-        allowed = (*get_args(Coupling), *RULES)
+        allowed = (*get_args(Coupling), "block", *RULES)
         if self.verification is not None and self.verification not in allowed:
             raise ValueError(f"verification must be null, {', '.join(allowed)}, got {self.verification!r}")
 
@@ -100,9 +104,18 @@ class EvalSettings:
     def decoding(self, drafter: Drafter) -> DecodeSettings:
         """Settings of the decoding loop; ValueError on values out of range."""
         slots = self.num_slots if self.num_slots is not None else drafter.num_slots
-        lossless = None if self.lossy is not None else cast(Coupling | None, self.verification)
+        lossless = None if self.lossy is not None else cast(Verification | None, self.verification)
+        slots = self.tree.depth(slots) if self.num_slots is None else slots
         made = DecodeSettings(slots, self.max_new_tokens, self.batch_size, self.sampling, self.seed, lossless)
-        return replace(made, verification=made.verified_by(drafter), lossy=self.lossy, peaks=self.peaks)
+        made = replace(made, verification=made.verified_by(drafter), lossy=self.lossy, peaks=self.peaks)
+        if self.tree.kind == "none":
+            return made
+        self.tree.check(drafter, slots)
+        return TreeDecodeSettings(**{key.name: getattr(made, key.name) for key in fields(made)}, tree=self.tree)
+
+    def verified(self, num_slots: int) -> int:
+        """Tokens that the target reads each round to verify a proposal, the anchor included."""
+        return 1 + (num_slots if self.tree.kind == "none" else self.tree.size(num_slots))
 
 
 @dataclass
@@ -176,8 +189,8 @@ def evaluate(
     lossy = None if decoding.lossy is None else (decoding.lossy, _agreement(target, done, decoding))
     seconds["compare"] = time.perf_counter() - started
     return Report(
-        whole=_part(done, decoding.num_slots),
-        parts={one.domain: _part([one], decoding.num_slots) for one in done},
+        whole=_part(done, decoding.num_slots, settings.verified(decoding.num_slots)),
+        parts={one.domain: _part([one], decoding.num_slots, settings.verified(decoding.num_slots)) for one in done},
         num_slots=decoding.num_slots,
         differences=differences,
         seconds=seconds,
@@ -282,8 +295,8 @@ def _agreement(target: Target, done: list[_Answers], decoding: DecodeSettings) -
     return agreement(target, asked, made, own, decoding.sampling.greedy)
 
 
-def _part(done: list[_Answers], num_slots: int) -> Part:
-    """Figures of some domains together."""
+def _part(done: list[_Answers], num_slots: int, verified: int) -> Part:
+    """Figures of some domains together. verified: tokens that the target read a round."""
     drafted = [generation for one in done for generation in one.drafted.answers]
     plain = [generation for one in done if one.plain for generation in one.plain.answers]
     timed = {"drafter": latency(drafted), "baseline": latency(plain)}
@@ -292,7 +305,7 @@ def _part(done: list[_Answers], num_slots: int) -> Part:
     return Part(
         prompts=sum(len(one.drafted.waves[0]) for one in done),
         turns=len(drafted),
-        acceptance=acceptance(drafted, num_slots),
+        acceptance=acceptance(drafted, num_slots, target_tokens=verified),
         speed=speed(work, baseline),
         latency={who: found for who, found in timed.items() if found is not None},
     )
@@ -341,10 +354,11 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
         from eval.engines import run_engines  # it imports this module
 
         return run_engines(config, folder)
-    own = [key.name for key in fields(EvalSettings) if key.name != "peaks"]
-    known_groups(config, "drafter_dir", "prompts", "target", *OPTIONS, *own)
+    own = [key.name for key in fields(EvalSettings) if key.name not in ("peaks", "tree")]
+    known_groups(config, "drafter_dir", "prompts", "target", "tree", *OPTIONS, *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
-    measured = replace(measured, peaks=bool(config.calibrate))
+    tree = settings(TreeSettings, config.tree, "tree")
+    measured = replace(measured, peaks=bool(config.calibrate), tree=tree)
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
@@ -400,6 +414,8 @@ def evaluate_replay(
     """
     if not settings.sampling.greedy:
         raise ValueError(f"a replay is greedy: temperature must be 0 with replay=true, got {settings.temperature}")
+    if settings.tree.kind != "none":
+        raise ValueError(f"a replay drafts chains: tree must be none with replay=true, got {settings.tree.kind}")
     if settings.lossy is not None:
         raise ValueError(f"a replay is lossless: verification must be null, got {settings.verification}")
     asked = questions(target, prompts, settings)

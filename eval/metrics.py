@@ -7,7 +7,8 @@ alpha_k        rounds that accepted slot k / rounds that proposed k and accepted
 survival_k     rounds that accepted slot k / rounds that proposed k
 tau_verified   1 + drafts accepted by verification / rounds, before an answer's end cut the last round: what the
                counters of serving engines show
-efficiency     tokens emitted / tokens that the target read to verify them, (K + 1) a round: what drafting wastes
+efficiency     tokens emitted / tokens that the target read to verify them, a round (K + 1), or the nodes of a tree and
+               its anchor: what drafting wastes
 break-even tau (draft + verify + rest) seconds per round / baseline seconds per round: a drafter with a smaller tau
                makes decoding slower. Rounds are counted per request, prefill is left out on both sides.
 tokens/s       new tokens (the first included) / all seconds (prefill included)
@@ -45,8 +46,14 @@ class Acceptance:
         return self.tau - 1
 
 
-def acceptance(generations: Iterable[Generation], num_slots: int, domains: Sequence[str] | None = None) -> Acceptance:
-    """Acceptance of generations drafted with num_slots slots. domains: one name per generation, for tau by domain."""
+def acceptance(
+    generations: Iterable[Generation],
+    num_slots: int,
+    domains: Sequence[str] | None = None,
+    target_tokens: int | None = None,
+) -> Acceptance:
+    """Acceptance of generations drafted with num_slots slots. domains: one name per generation, for tau by domain.
+    target_tokens: that the target read a round; K + 1 for chains."""
     generations = list(generations)
     emitted = [n for one in generations for n in one.emitted]
     accepted = [n for one in generations for n in one.accepted]
@@ -72,7 +79,7 @@ def acceptance(generations: Iterable[Generation], num_slots: int, domains: Seque
         rounds=len(rounds),
         tokens=sum(len(one.tokens) for one in generations),
         domains=by_domain,
-        efficiency=_ratio(sum(emitted), len(rounds) * (num_slots + 1)),
+        efficiency=_ratio(sum(emitted), len(rounds) * (target_tokens or num_slots + 1)),
     )
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from data.conversations import Prompt
 from data.target import Target
 from drafters.contract import Drafter
-from eval.decoder import Clock, DecodeSettings, Generation, generate
+from eval.decoder import Clock, DecodeSettings, Generation
 from eval.metrics import Work
 from eval.progress import Watch
+from eval.tree_decoder import decode
 from eval.turns import Request, Turns, Wave
 
 WARM_UP_TOKENS = 8
@@ -61,7 +62,7 @@ class TurnDecoder:
         wave = known.waves[0] if known else self.turns.first(prompts)
         while wave:
             seeds = [prompt_seed(request.id, decoding.seed) for request in wave]
-            found = generate(self.target, drafter, [one.ids for one in wave], decoding, clock, seeds, watch)
+            found = decode(self.target, drafter, [one.ids for one in wave], decoding, clock, seeds, watch)
             waves.append(wave)
             answers += found
             if known is not None:
@@ -74,4 +75,4 @@ class TurnDecoder:
         """A few untimed tokens, so that first-call costs fall on neither side."""
         short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
         for one in drafters:
-            generate(self.target, one, [self.turns.first([prompt])[0].ids], short)
+            decode(self.target, one, [self.turns.first([prompt])[0].ids], short)

@@ -170,8 +170,10 @@ def quality(answers: Sequence[Generation], likely: Sequence[Tensor], clock: Cloc
 
 def run(config: DictConfig, folder: Path) -> PushForward:
     """Measure as configured; writes pushforward.json and run.json into folder."""
-    own = [key.name for key in fields(EvalSettings)]
-    known_groups(config, "drafter_dir", "prompts", "target", *OPTIONS, *own)
+    own = [key.name for key in fields(EvalSettings) if key.name != "tree"]
+    known_groups(config, "drafter_dir", "prompts", "target", "tree", *OPTIONS, *own)
+    if config.tree.kind != "none":
+        raise ValueError(f"pushed text is a chain: tree must be none, got {config.tree.kind}")
     chosen = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter = load_drafter(Path(config.drafter_dir).expanduser().resolve(), target.parts)

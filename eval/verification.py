@@ -63,14 +63,14 @@ def verify(p: Tensor, tokens: Tensor, q: Tensor | None, seeds: Tensor, positions
     q_drafted = None if q is None else q.gather(-1, tokens[..., None]).squeeze(-1)
     uniforms = counter_uniform(seeds[:, None], positions[:, None] + steps, ACCEPT_STREAM)
     accepted = (uniforms < acceptance(p_drafted, q_drafted)).long().cumprod(1).sum(1)
-    weights = _row(p, accepted)
+    weights = row_of(p, accepted)
     if num_slots:
         at = accepted.clamp_max(num_slots - 1)
         drafted = tokens.gather(1, at[:, None]).squeeze(1)
-        corrected = residual(weights, None if q is None else _row(q, at), drafted)
+        corrected = residual(weights, None if q is None else row_of(q, at), drafted)
         weights = torch.where((accepted < num_slots)[:, None], corrected, weights)
     last = draw(weights, counter_uniform(seeds, positions + accepted + 1, RESIDUAL_STREAM))
-    return Verdict(accepted, _emitted(tokens, accepted, last))
+    return Verdict(accepted, emitted(tokens, accepted, last))
 
 
 def verify_greedy(best: Tensor, tokens: Tensor) -> Verdict:
@@ -80,7 +80,7 @@ def verify_greedy(best: Tensor, tokens: Tensor) -> Verdict:
     """
     num_slots = tokens.shape[1]
     accepted = (best[:, :num_slots] == tokens).long().cumprod(1).sum(1)
-    return Verdict(accepted, _emitted(tokens, accepted, best.gather(1, accepted[:, None]).squeeze(1)))
+    return Verdict(accepted, emitted(tokens, accepted, best.gather(1, accepted[:, None]).squeeze(1)))
 
 
 def verify_same_noise(p: Tensor, tokens: Tensor, seeds: Tensor, positions: Tensor, ranked: bool = False) -> Verdict:
@@ -102,12 +102,13 @@ def take_all(tokens: Tensor) -> Verdict:
     )
 
 
-def _row(values: Tensor, index: Tensor) -> Tensor:
+def row_of(values: Tensor, index: Tensor) -> Tensor:
     """values [R, N, V], index [R] -> [R, V]."""
     return values.gather(1, index[:, None, None].expand(-1, 1, values.shape[-1])).squeeze(1)
 
 
-def _emitted(tokens: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
+def emitted(tokens: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
+    """Tokens [R, K+1] of a Verdict: drafts [R, K] up to accepted [R], then last [R], then -1."""
     padded = torch.cat([tokens, last[:, None]], 1)
     steps = torch.arange(padded.shape[1], device=tokens.device)
     kept = torch.where(steps < accepted[:, None], padded, -1)
