@@ -179,24 +179,28 @@ class Target:
         self,
         tokens: Tensor,
         layers: Sequence[int],
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         positions: Tensor | None = None,
         cache: Any = None,
     ) -> Features:
         """Run the decoder, without the head.
 
         tokens [B, T] int64. layers: ascending ids, 0 = first decoder layer's output. attention_mask [B, past + T],
-        1 where a token is real. positions [B, T]; by default real tokens are numbered from 0 in each row, so left
+        1 where a token is real; or additive masks [B, 1, T, past + T], by kind of layer where there are several, which
+        then need positions. positions [B, T]; by default real tokens are numbered from 0 in each row, so left
         and right padding give the same features. cache: a transformers Cache, extended in place.
         Returns features on the device of the last hidden state; those at padding are meaningless.
         """
         wanted = check_layers(tuple(layers), len(self._anatomy.layers)) if len(layers) else ()
         tokens = tokens.to(self.device)
-        if attention_mask is not None:
+        if isinstance(attention_mask, dict):
+            attention_mask = {kind: mask.to(self.device) for kind, mask in attention_mask.items()}
+        elif attention_mask is not None:
             attention_mask = attention_mask.to(self.device)
         if positions is None:
+            assert not isinstance(attention_mask, dict), "masks by kind need positions"
             positions = default_positions(tokens, attention_mask, _past(cache))
-        arguments = {"attention_mask": attention_mask, "position_ids": positions.to(self.device)}
+        arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": positions.to(self.device)}
         if cache is not None:
             arguments[self._cache_name] = cache
         with _outputs([self._anatomy.layers[i] for i in wanted]) as kept:

@@ -7,7 +7,9 @@ alpha_k        rounds that accepted slot k / rounds that proposed k and accepted
 survival_k     rounds that accepted slot k / rounds that proposed k
 tau_verified   1 + drafts accepted by verification / rounds, before an answer's end cut the last round: what the
                counters of serving engines show
-efficiency     tokens emitted / tokens that the target read to verify them, (K + 1) a round: what drafting wastes
+efficiency     tokens emitted / tokens that the target read to verify them, (K + 1) a round, or fewer where a schedule
+               chose how many slots to verify: what drafting wastes
+verified slots mean slots a round that the target verified: K, or what a schedule chose
 break-even tau (draft + verify + rest) seconds per round / baseline seconds per round: a drafter with a smaller tau
                makes decoding slower. Rounds are counted per request, prefill is left out on both sides.
 tokens/s       new tokens (the first included) / all seconds (prefill included)
@@ -39,6 +41,7 @@ class Acceptance:
     tokens: int
     domains: dict[str, float]
     efficiency: float = 0.0
+    verified_slots: float = 0.0
 
     @property
     def accepted(self) -> float:
@@ -52,6 +55,7 @@ def acceptance(generations: Iterable[Generation], num_slots: int, domains: Seque
     accepted = [n for one in generations for n in one.accepted]
     proposed = [n for one in generations for n in one.proposed]
     verified = [n for one in generations for n in one.verified]
+    lengths = [n for one in generations for n in one.lengths or [num_slots] * len(one.emitted)]
     rounds = list(zip(accepted, proposed, strict=True))
     hits, trials, offered = [], [], []
     for k in range(1, num_slots + 1):
@@ -72,7 +76,8 @@ def acceptance(generations: Iterable[Generation], num_slots: int, domains: Seque
         rounds=len(rounds),
         tokens=sum(len(one.tokens) for one in generations),
         domains=by_domain,
-        efficiency=_ratio(sum(emitted), len(rounds) * (num_slots + 1)),
+        efficiency=_ratio(sum(emitted), sum(lengths) + len(rounds)),
+        verified_slots=_ratio(sum(lengths), len(rounds)),
     )
 
 

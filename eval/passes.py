@@ -10,6 +10,7 @@ from drafters.contract import Drafter
 from eval.decoder import Clock, DecodeSettings, Generation, generate
 from eval.metrics import Work
 from eval.progress import Watch
+from eval.steady import Loop
 from eval.turns import Request, Turns, Wave
 
 WARM_UP_TOKENS = 8
@@ -42,10 +43,11 @@ def prompt_seed(name: str, seed: int) -> int:
 
 
 class TurnDecoder:
-    """Decodes prompts turn by turn: the target's own answer to a turn stands in the chat before the next."""
+    """Decodes prompts turn by turn: the target's own answer to a turn stands in the chat before the next. loop: how
+    (default: the host waits for every round)."""
 
-    def __init__(self, target: Target, thinking: bool | None) -> None:
-        self.target, self.turns = target, Turns(target, thinking)
+    def __init__(self, target: Target, thinking: bool | None, loop: Loop | None = None) -> None:
+        self.target, self.turns, self.loop = target, Turns(target, thinking), loop or Loop("waiting")
 
     def decode(
         self,
@@ -61,7 +63,8 @@ class TurnDecoder:
         wave = known.waves[0] if known else self.turns.first(prompts)
         while wave:
             seeds = [prompt_seed(request.id, decoding.seed) for request in wave]
-            found = generate(self.target, drafter, [one.ids for one in wave], decoding, clock, seeds, watch)
+            asked = [one.ids for one in wave]
+            found = generate(self.target, drafter, asked, decoding, clock, seeds, watch, self.loop.group)
             waves.append(wave)
             answers += found
             if known is not None:
@@ -73,5 +76,6 @@ class TurnDecoder:
     def warm_up(self, drafters: Sequence[Drafter | None], prompt: Prompt, decoding: DecodeSettings) -> None:
         """A few untimed tokens, so that first-call costs fall on neither side."""
         short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
+        group = self.loop.fresh().group
         for one in drafters:
-            generate(self.target, one, [self.turns.first([prompt])[0].ids], short)
+            generate(self.target, one, [self.turns.first([prompt])[0].ids], short, group=group)
