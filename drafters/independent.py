@@ -24,38 +24,18 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import DynamicLayer
 from transformers.utils import cached_file
 
 from drafters.branches import Branches, NodeColumns
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, grid
-from drafters.drafting import along, take_rows, write_at
+from drafters.drafting import along, take_rows
 from drafters.layers import WholeBuffers, layer_config, layer_settings
+from drafters.placed import PlacedLayer
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary, tokenizer_fingerprint
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 NOT_OF_THE_MODEL = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
-
-
-class PlacedLayer(DynamicLayer):
-    """Keys and values [R, G, C, d] of one layer, written at given columns: a row's column is its position."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.columns = torch.empty(0)
-        self.width = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write [R, G, N, d] at `columns` [R, N]; returns everything."""
-        if self.keys is None or self.values is None:
-            shape = (*key_states.shape[:2], self.width)
-            self.keys = key_states.new_zeros(*shape, key_states.shape[3])
-            self.values = value_states.new_zeros(*shape, value_states.shape[3])
-            self.is_initialized, self.device = True, key_states.device
-        write_at(self.keys, self.columns, key_states)
-        write_at(self.values, self.columns, value_states)
-        return self.keys, self.values
 
 
 @dataclass

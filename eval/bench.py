@@ -2,6 +2,7 @@
 
     headstart bench profile target=smollm2 drafter_dir=... rows=[1,4,16] slots=[1,3,5,7] context=256
     headstart bench profile ... hardware=h200 hardware_engine=transformers     prints the error of that roofline
+    headstart bench rounds ... rows=[8] loops=[waiting,steady]                 the host's share of a round (eval.rounds)
 
 The target reads K + 1 tokens of every row through the cache of the decoding loop (eval.cache), captured layers, head
 and verdict included, and takes the rejected ones back; the drafter observes verified positions and proposes. Each time
@@ -22,34 +23,44 @@ from omegaconf import DictConfig, ListConfig
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints.files import write_json
 from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, machine, record, settings
 from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.sampling import Sampling
 from eval.cache import RowCache, check_cacheable
+from eval.decoder import DecodeSettings
 from eval.hardware import HardwareSettings, Roofline
 from eval.hardware_measured import Measured, Miss, StepTable, misses
 from eval.hardware_shapes import DrafterShape, from_config
+from eval.rounds import RoundTimes, profile_rounds, random_prompts, show_rounds
+from eval.steady import LOOPS, Loop
 from eval.verification import verify_greedy
 
 FILE = "steps.json"
-ACTIONS = ("profile",)
+ROUNDS_FILE = "rounds.json"
+ACTIONS = ("profile", "rounds")
 GROUPS = ("action", "target", "drafter_dir", "hardware", "hardware_engine")
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
     """rows: requests at once. slots: K at which drafting and verification are measured. context: positions in the cache
-    before the pass. repeats: timed runs of each. seed: of the random tokens."""
+    before the pass. repeats: timed runs of each. seed: of the random tokens. loops, new_tokens: of `rounds`, which
+    decodes with the last of slots."""
 
     rows: list[int] = field(default_factory=lambda: [1, 4, 16])
     slots: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 7])
     context: int = 256
     repeats: int = 5
     seed: int = 0
+    loops: list[str] = field(default_factory=lambda: ["waiting", "steady"])
+    new_tokens: int = 32
 
     def __post_init__(self) -> None:
+        if unknown := sorted(set(self.loops) - set(LOOPS)):
+            raise ValueError(f"loops must be of {', '.join(LOOPS)}, got {', '.join(unknown)}")
         for name in ("rows", "slots"):
             values = list(getattr(self, name))
             if not values or values != sorted(set(values)) or values[0] < 1:
@@ -212,7 +223,7 @@ def show(measured: Measured, found: list[Miss], console: Console) -> None:
 
 
 def run(config: DictConfig, folder: Path) -> Path:
-    """Profile as configured; writes steps.json and run.json into folder, returns the table's path."""
+    """Profile as configured; writes steps.json or rounds.json, and run.json, into folder; returns the file's path."""
     own = list(ProfileSettings.__dataclass_fields__)
     known_groups(config, *GROUPS, *own)
     if config.action not in ACTIONS:
@@ -223,13 +234,31 @@ def run(config: DictConfig, folder: Path) -> Path:
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter_dir = None if config.drafter_dir is None else Path(config.drafter_dir).expanduser().resolve()
     drafter = None if drafter_dir is None else load_drafter(drafter_dir, target.parts)
+    console = Console()
+    if config.action == "rounds":
+        found = rounds(target, drafter, how)
+        record(folder, config, target=target.identity)
+        path = folder / ROUNDS_FILE
+        write_json(path, [one.as_dict() for one in found])
+        show_rounds(found, console)
+        console.print(f"times          {path}", soft_wrap=True)
+        return path
     measured = profile(target, drafter, how)
     record(folder, config, target=target.identity)
     path = measured.save(folder / FILE)
-    console = Console()
     show(measured, misses(measured, roofline_of(target, drafter_dir, hardware, config.hardware_engine)), console)
     console.print(f"times          {path}", soft_wrap=True)
     return path
+
+
+def rounds(target: Target, drafter: Drafter | None, how: ProfileSettings) -> list[RoundTimes]:
+    """Times of a round for each loop and number of rows."""
+    found = []
+    for rows in how.rows:
+        prompts = random_prompts(target, rows, how.context, how.seed)
+        settings = DecodeSettings(how.slots[-1], how.new_tokens, rows)
+        found += [profile_rounds(target, drafter, prompts, settings, Loop(kind)) for kind in how.loops]
+    return found
 
 
 def roofline_of(target: Target, drafter_dir: Path | None, hardware: HardwareSettings, engine: str) -> Roofline:

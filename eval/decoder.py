@@ -82,6 +82,7 @@ class Generation:
     emitted: tokens of each round that stand in `tokens`. accepted: how many of those were drafted. proposed: slots that
     were scored: K, or, where the answer ended at an accepted draft (end of turn or max_new_tokens), the slots up to it.
     verified: drafts that verification accepted in each round before the answer's end cut it; engines count these.
+    lengths: slots that each round had verified where a schedule chose them; empty where all K always were.
     confidences: the drafter's own estimates by slot, one list of K a round; empty when it gives none. peaks: q_max by
     slot in the same shape, when asked for. arrivals: seconds after its group's start at which the host had its first
     token and then each round's.
@@ -93,6 +94,7 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     confidences: list[list[float]] = field(default_factory=list)
     peaks: list[list[float]] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list, compare=False)
@@ -138,15 +140,16 @@ def generate(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
-    group: "type[_Group] | None" = None,
+    group: "Callable[..., Group] | None" = None,
 ) -> list[Generation]:
     """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
 
     A request's tokens do not depend on the others in its group, up to the rounding of batched kernels. seeds: one per
     prompt; by default settings.seed + its index. clock: filled when given (a GPU is then waited for at every stage).
     watch: called after each round, outside the clock, with the requests that ended and the tokens that were written.
-    group: how requests decode together (eval.tree_decoder). ValueError for an empty prompt, one that leaves no room in
-    the target's positions, or a target without plain KV cache.
+    group: makes the loop of each group of prompts (default: Group, whose host waits for every round; see eval.steady
+    and eval.tree_decoder). ValueError for an empty prompt, one that leaves no room in the target's positions, or a
+    target without plain KV cache.
     """
     check_cacheable(target.model)
     _check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
@@ -161,16 +164,19 @@ def generate(
     try:
         for start in range(0, len(order), settings.batch_size):
             chosen = order[start : start + settings.batch_size]
-            made = (group or _Group)(target, drafter, settings, clock, watch)
-            made.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
+            own = (group or Group)(target, drafter, settings, clock, watch)
+            own.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
     finally:
         if drafter is not None:
             drafter.train(training)
     return results
 
 
-class _Group:
-    """Requests that are decoded together until the last has ended; those that end earlier leave the target's batch."""
+class Group:
+    """Requests that are decoded together until the last has ended; those that end earlier leave the target's batch.
+
+    `run` is `open` (read the prompts), `rounds` and `close`; other loops replace `rounds`.
+    """
 
     def __init__(
         self,
@@ -200,6 +206,13 @@ class _Group:
                 yield
 
     def run(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
+        """Decode prompts into results."""
+        self.open(prompts, seeds, results)
+        self.rounds()
+        self.close()
+
+    def open(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
+        """Read the prompts, write the first tokens, show the drafter the prompts' features."""
         device = self.target.device
         self.began = time.perf_counter()
         self.results = results
@@ -224,9 +237,15 @@ class _Group:
         with self.timed("rest"):
             self._drop_ended()
         self._report()
+
+    def rounds(self) -> None:
+        """All rounds until the last request has ended."""
         while self.alive:
             self._round()
             self._report()
+
+    def close(self) -> None:
+        """Note what the state weighed."""
         if self.clock is not None and self.drafter is not None and hasattr(self, "state"):
             self.clock.hold("drafter_state", stored_bytes(self.state))
 
@@ -366,13 +385,13 @@ class _Group:
             return verify_block(sampling.probs(logits), tokens, probs, own, positions.to(logits.device))
         return verify(sampling.probs(logits), tokens, probs, self.seeds.to(logits.device), positions.to(logits.device))
 
-    def _record(self, result: Generation, tokens: list[int], accepted: int) -> None:
-        """Add one round, cut at an end of turn and at max_new_tokens."""
+    def _record(self, result: Generation, tokens: list[int], accepted: int, slots: int | None = None) -> None:
+        """Add one round, cut at an end of turn and at max_new_tokens. slots: that were verified (None: all K)."""
         emitted = self._append(result, tokens)
         cut = emitted <= accepted
         result.emitted.append(emitted)
         result.accepted.append(min(accepted, emitted))
-        result.proposed.append(emitted if cut else self.num_slots)
+        result.proposed.append(emitted if cut else self.num_slots if slots is None else slots)
         result.verified.append(accepted)
 
     def _append(self, result: Generation, tokens: list[int]) -> int:

@@ -30,9 +30,11 @@ from data.suites import load_prompts
 from data.target import Target, TargetSettings
 from drafters.contract import Coupling, Drafter
 from drafters.sampling import Sampling
+from eval.bench import roofline_of
 from eval.calibration import attach_estimator, calibrate_generations, save_calibration
 from eval.decoder import DecodeSettings, Verification, generate
 from eval.engine_settings import KEYS
+from eval.hardware import Cost, HardwareSettings
 from eval.latency import latency
 from eval.lossless import Difference, compare
 from eval.lossy import RULES, Agreement, Lossy, agreement
@@ -43,12 +45,17 @@ from eval.progress import Watch
 from eval.recording import Question, kept
 from eval.replayed import Replayed, measure_replay
 from eval.report import Part, Report, beside
+from eval.scheduled import NoCost, ScheduleSettings
+from eval.steady import LOOPS, Loop
 from eval.traces import Traces
 from eval.tree_decoder import TreeDecodeSettings
 from eval.trees import TreeSettings
 from eval.turns import Turns
 
-OPTIONS = ("replay", "recording", "calibrate", "predicted", "pareto", "traces", *KEYS)
+OPTIONS = (
+    *("replay", "recording", "calibrate", "predicted", "pareto", "traces", "schedule", "hardware", "hardware_engine"),
+    *KEYS,
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class EvalSettings:
     verification: of sampled proposals, rejection, block or same_noise; null for the drafter's own coupling. typical or
     threshold keep drafts by eval.lossy.Lossy with epsilon, delta and threshold, which is LOSSY. peaks: record q_max by
     slot, for an estimator of heads without confidences. tree: what is drafted in place of chains; num_slots is its
-    depth.
+    depth. loop: of eval.steady.LOOPS; null: waiting, or steady under a schedule.
     """
 
     num_slots: int | None = None
@@ -80,8 +87,13 @@ class EvalSettings:
     threshold: float = 0.3
     peaks: bool = False
     tree: TreeSettings = TreeSettings()
+    loop: str | None = None
 
     def __post_init__(self) -> None:
+        if self.loop is not None and self.loop not in LOOPS:
+            raise ValueError(f"loop must be null, {', '.join(LOOPS)}, got {self.loop!r}")
+        if self.tree.kind != "none" and self.loop not in (None, "waiting"):
+            raise ValueError(f"a tree needs loop=waiting, got {self.loop}")
         allowed = (*get_args(Coupling), "block", *RULES)
         if self.verification is not None and self.verification not in allowed:
             raise ValueError(f"verification must be null, {', '.join(allowed)}, got {self.verification!r}")
@@ -156,10 +168,12 @@ def evaluate(
     settings: EvalSettings,
     console: Console | None = None,
     plain: Mapping[str, Pass] | None = None,
+    loop: Loop | None = None,
 ) -> Report:
     """Decode all prompts with and (baseline) without the drafter in this process; figures overall and by domain.
 
-    plain: the baseline by domain when this process has it already (see `baselines`). A prompt's random seed depends on
+    plain: the baseline by domain when this process has it already (see `baselines`). loop: as settings.loop says unless
+    given, with a schedule. A prompt's random seed depends on
     its id and settings.seed alone. ValueError without prompts, or on equal ids.
     """
     prompts = checked(prompts, settings)
@@ -167,7 +181,7 @@ def evaluate(
     if decoding.lossy is not None and not settings.baseline:
         raise ValueError("a lossy verification is scored against the target's own text: baseline must be true")
     started = time.perf_counter()
-    decoder = TurnDecoder(target, settings.thinking)
+    decoder = TurnDecoder(target, settings.thinking, loop or Loop(settings.loop or "waiting"))
     fresh = settings.baseline and not plain
     decoder.warm_up((drafter, None) if fresh else (drafter,), prompts[0], decoding)
     done: list[_Answers] = []
@@ -210,7 +224,8 @@ def baselines(
     """Decode all prompts without a drafter, by domain: once for all drafters that `evaluate` then measures in this
     process."""
     prompts = checked(prompts, settings)
-    decoding, decoder = settings.plain_decoding(), TurnDecoder(target, settings.thinking)
+    decoding, loop = settings.plain_decoding(), Loop(settings.loop or "waiting")
+    decoder = TurnDecoder(target, settings.thinking, loop)
     decoder.warm_up((None,), prompts[0], decoding)
     found = {}
     with Watch(_answers_of(prompts), console) as watch:
@@ -371,12 +386,14 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
         words = {"drafter_dir": str(drafter_dir), "command": command()}
         report = evaluate_replay(target, drafter, prompts, measured, recording, words)
     else:
-        report = evaluate(target, drafter, prompts, measured)
+        loop = loop_of(config, measured, target, drafter)
+        report = evaluate(target, drafter, prompts, measured, loop=loop)
         measured_speeds = {name: part.speed.speedup for name, part in [*report.parts.items(), ("all", report.whole)]}
         report = replace(
             report,
             drafter_dir=str(drafter_dir),
             command=command(),
+            settings=report.settings | {"loop": loop.kind, "schedule": config.schedule.name},
             predicted=None if config.predicted is None else beside(read_json(Path(config.predicted)), measured_speeds),
             pareto=None if config.pareto is None else read_json(Path(config.pareto)),
         )
@@ -390,6 +407,25 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     report.show(console)
     console.print(f"report         {path.with_name(PAGE)}", soft_wrap=True)
     return report
+
+
+def loop_of(config: DictConfig, measured: EvalSettings, target: Target, drafter: Drafter) -> Loop:
+    """The loop and the schedule that a config asks for. ValueError when confidences are to be fitted under a schedule,
+    whose rounds differ in their slots, and for a schedule of trees."""
+    how = settings(ScheduleSettings, config.schedule, "schedule")
+    if how.name is None:
+        return Loop(measured.loop or "waiting")
+    if measured.tree.kind != "none":
+        raise ValueError(f"schedules are for chains: tree must be none with schedule={how.name}")
+    if config.calibrate:
+        raise ValueError(f"calibrate=true needs all slots of every round: schedule must be none, got {how.name}")
+    slots = measured.decoding(drafter).num_slots
+    cost: Cost = NoCost()
+    if how.needs_cost:
+        hardware = settings(HardwareSettings, config.hardware, "hardware")
+        folder = Path(config.drafter_dir).expanduser().resolve()
+        cost = how.measured() or roofline_of(target, folder, hardware, config.hardware_engine)
+    return Loop(measured.loop or "steady", lambda: how.make(slots, cost))
 
 
 def command() -> str | None:

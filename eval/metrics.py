@@ -7,8 +7,9 @@ alpha_k        rounds that accepted slot k / rounds that proposed k and accepted
 survival_k     rounds that accepted slot k / rounds that proposed k
 tau_verified   1 + drafts accepted by verification / rounds, before an answer's end cut the last round: what the
                counters of serving engines show
-efficiency     tokens emitted / tokens that the target read to verify them, a round (K + 1), or the nodes of a tree and
-               its anchor: what drafting wastes
+efficiency     tokens emitted / tokens that the target read to verify them: K + 1 a round, fewer where a schedule chose
+               how many slots to verify, a tree's nodes and its anchor: what drafting wastes
+verified slots mean slots a round that the target verified: K, or what a schedule chose, or a tree's nodes
 break-even tau (draft + verify + rest) seconds per round / baseline seconds per round: a drafter with a smaller tau
                makes decoding slower. Rounds are counted per request, prefill is left out on both sides.
 tokens/s       new tokens (the first included) / all seconds (prefill included)
@@ -40,6 +41,7 @@ class Acceptance:
     tokens: int
     domains: dict[str, float]
     efficiency: float = 0.0
+    verified_slots: float = 0.0
 
     @property
     def accepted(self) -> float:
@@ -59,6 +61,8 @@ def acceptance(
     accepted = [n for one in generations for n in one.accepted]
     proposed = [n for one in generations for n in one.proposed]
     verified = [n for one in generations for n in one.verified]
+    lengths = [n for one in generations for n in one.lengths or [num_slots] * len(one.emitted)]
+    read = len(emitted) * target_tokens if target_tokens else sum(lengths) + len(emitted)
     rounds = list(zip(accepted, proposed, strict=True))
     hits, trials, offered = [], [], []
     for k in range(1, num_slots + 1):
@@ -79,7 +83,8 @@ def acceptance(
         rounds=len(rounds),
         tokens=sum(len(one.tokens) for one in generations),
         domains=by_domain,
-        efficiency=_ratio(sum(emitted), len(rounds) * (target_tokens or num_slots + 1)),
+        efficiency=_ratio(sum(emitted), read),
+        verified_slots=_ratio(read - len(rounds), len(rounds)),
     )
 
 

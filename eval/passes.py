@@ -10,6 +10,7 @@ from drafters.contract import Drafter
 from eval.decoder import Clock, DecodeSettings, Generation
 from eval.metrics import Work
 from eval.progress import Watch
+from eval.steady import Loop
 from eval.tree_decoder import decode
 from eval.turns import Request, Turns, Wave
 
@@ -43,10 +44,11 @@ def prompt_seed(name: str, seed: int) -> int:
 
 
 class TurnDecoder:
-    """Decodes prompts turn by turn: the target's own answer to a turn stands in the chat before the next."""
+    """Decodes prompts turn by turn: the target's own answer to a turn stands in the chat before the next. loop: how
+    (default: the host waits for every round)."""
 
-    def __init__(self, target: Target, thinking: bool | None) -> None:
-        self.target, self.turns = target, Turns(target, thinking)
+    def __init__(self, target: Target, thinking: bool | None, loop: Loop | None = None) -> None:
+        self.target, self.turns, self.loop = target, Turns(target, thinking), loop or Loop("waiting")
 
     def decode(
         self,
@@ -62,7 +64,8 @@ class TurnDecoder:
         wave = known.waves[0] if known else self.turns.first(prompts)
         while wave:
             seeds = [prompt_seed(request.id, decoding.seed) for request in wave]
-            found = decode(self.target, drafter, [one.ids for one in wave], decoding, clock, seeds, watch)
+            asked = [one.ids for one in wave]
+            found = decode(self.target, drafter, asked, decoding, clock, seeds, watch, self.loop.group)
             waves.append(wave)
             answers += found
             if known is not None:
@@ -74,5 +77,6 @@ class TurnDecoder:
     def warm_up(self, drafters: Sequence[Drafter | None], prompt: Prompt, decoding: DecodeSettings) -> None:
         """A few untimed tokens, so that first-call costs fall on neither side."""
         short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
+        group = self.loop.fresh().group
         for one in drafters:
-            decode(self.target, one, [self.turns.first([prompt])[0].ids], short)
+            decode(self.target, one, [self.turns.first([prompt])[0].ids], short, group=group)

@@ -47,6 +47,7 @@ class Part:
             "rounds": own.rounds,
             "tokens": own.tokens,
             "efficiency": own.efficiency,
+            "verified_slots": own.verified_slots,
             **asdict(pace),
             "latency": {who: asdict(one) for who, one in self.latency.items()},
         }

@@ -18,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy
 import torch
@@ -51,6 +51,10 @@ class Outcome:
 
 class Scheduler(Protocol):
     """Decides one round at a time."""
+
+    @property
+    def reads_confidences(self) -> bool:
+        """Whether `decide` looks at what it is given; where not, every slot that was drafted is verified."""
 
     def depth(self, load: Load) -> int:
         """Slots to draft for every request, 0..num_slots."""
@@ -159,6 +163,7 @@ def full_lengths(confidences: Tensor) -> Tensor:
 class Static:
     """The same K in every round; 0 never drafts."""
 
+    reads_confidences: ClassVar[bool] = False
     num_slots: int
 
     def depth(self, load: Load) -> int:
@@ -175,6 +180,7 @@ class Static:
 class Threshold:
     """Verify while the chance that the whole prefix survives is at least `least`: early stop by confidence."""
 
+    reads_confidences: ClassVar[bool] = True
     num_slots: int
     least: float = 0.3
 
@@ -277,6 +283,10 @@ class FallBack:
     def __init__(self, inner: Scheduler, cost: Cost, num_slots: int, probe: int = 128) -> None:
         self.inner, self.pays = inner, Pays(cost, num_slots, probe)
 
+    @property
+    def reads_confidences(self) -> bool:
+        return self.inner.reads_confidences
+
     def depth(self, load: Load) -> int:
         return min(self.inner.depth(load), self.pays.num_slots) if self.pays.depth(load) else 0
 
@@ -302,6 +312,8 @@ class Prefix:
     drafted then: acceptance seen so far); 0 where no depth beats plain decoding. adaptive=False always drafts
     num_slots.
     """
+
+    reads_confidences = True
 
     def __init__(self, cost: Cost, num_slots: int, late: bool = False, adaptive: bool = True, probe: int = 128) -> None:
         self.num_slots, self.late, self.adaptive = num_slots, late, adaptive
@@ -395,6 +407,8 @@ class Goodput:
     drafting of K slots.
     """
 
+    reads_confidences = False
+
     def __init__(self, cost: Cost, num_slots: int, linear: LinearCost | None = None, decay: float = 0.98) -> None:
         self.cost, self.num_slots, self.decay = cost, num_slots, decay
         self.linear = linear or LinearCost.fit(cost, (1, 4, 16, 64), num_slots)
@@ -430,6 +444,8 @@ class Bandit:
     switch: what a change of K must promise beyond the bound, in the same units (the drafter's cache must catch up after
     plain rounds). explore: width of the bound.
     """
+
+    reads_confidences = False
 
     def __init__(self, num_slots: int, explore: float = 0.2, switch: float = 0.02) -> None:
         self.num_slots, self.explore, self.switch = num_slots, explore, switch

@@ -50,6 +50,7 @@ def _summary(report: Report) -> Section:
         ("baseline_tokens_per_s", "tokens/s without"),
         ("break_even_tau", "break-even tau on this machine"),
         ("efficiency", "decoding efficiency (emitted / verified tokens)"),
+        ("verified_slots", "slots verified a round"),
     )
     rows += [[words, number(report[key])] for key, words in named if report.get(key) is not None]
     counts = [f"{report['prompts']} prompts"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from data.target import Features, Target
 from drafters.contract import Drafter
 from eval.cache import check_cacheable
-from eval.decoder import Clock, DecodeSettings, Generation, _Group, generate
+from eval.decoder import Clock, DecodeSettings, Generation, Group, generate
 from eval.trees import Source, Tree, TreeSettings, grow
 from eval.verification_trees import TreeVerdict, verify
 
@@ -51,11 +51,12 @@ def decode(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
+    group: Callable[..., Group] | None = None,
 ) -> list[Generation]:
-    """`eval.decoder.generate`, by trees where the settings are TreeDecodeSettings and there is a drafter. ValueError
-    for a drafter or a target that cannot."""
+    """`eval.decoder.generate`, by trees where the settings are TreeDecodeSettings and there is a drafter, else by
+    `group`. ValueError for a drafter or a target that cannot."""
     if drafter is None or not isinstance(settings, TreeDecodeSettings):
-        return generate(target, drafter, prompts, settings, clock, seeds, watch)
+        return generate(target, drafter, prompts, settings, clock, seeds, watch, group)
     settings.tree.check(drafter, settings.num_slots)
     kind = target.model.config._attn_implementation
     if kind not in ATTENTION:
@@ -82,7 +83,7 @@ def tree_masks(target: Target, visible: Tensor, tree: Tree, positions: Tensor) -
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-class _TreeGroup(_Group):
+class _TreeGroup(Group):
     """Requests that are decoded together by trees."""
 
     settings: TreeDecodeSettings

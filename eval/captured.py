@@ -1,0 +1,112 @@
+"""CUDA graphs of a round's parts, and what they need: a state whose tensors stay where they are.
+
+A graph replays kernels on the addresses it was captured with. Drafters give their state new tensors as they go
+(`state.length = state.length + lengths`), so after each part the new values are copied into the tensors of the start.
+The same code runs without graphs on a CPU, where the tests hold it against the loop that waits.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+WARM_UP_RUNS = 2
+
+
+class Pinned:
+    """The tensors of a drafting state, kept in place. places: holder, key and tensor of each."""
+
+    def __init__(self, state: Any) -> None:
+        """ValueError when a tensor lies in a tuple, where nothing can be put back."""
+        self.places = list(_places(state, set()))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, _, tensor in self.places]
+
+    def settle(self) -> None:
+        """Copy what the state was given since into its own tensors and put those back. What has another shape now is a
+        part's passing note, and stays."""
+        moved = []
+        own = {tensor.data_ptr() for tensor in self.tensors}
+        for holder, key, tensor in self.places:
+            now = read(holder, key)
+            if isinstance(now, Tensor) and now is not tensor and now.shape == tensor.shape:
+                moved.append((holder, key, tensor, now.clone() if now.data_ptr() in own else now))
+        for holder, key, tensor, now in moved:
+            tensor.copy_(now)
+            _set(holder, key, tensor)
+
+
+def _places(value: Any, entered: set[int]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Every tensor of an object, its fields and containers, and where it lies. Modules are not entered."""
+    if isinstance(value, torch.nn.Module | type | str | bytes | int | float) or value is None or id(value) in entered:
+        return
+    entered.add(id(value))
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    else:
+        items = list(getattr(value, "__dict__", {}).items())
+    for key, part in items:
+        if isinstance(part, Tensor):
+            if isinstance(value, tuple):
+                raise ValueError("a drafting state holds tensors in a tuple: use a list, so that they can be kept")
+            yield value, key, part
+        else:
+            yield from _places(part, entered)
+
+
+def read(holder: Any, key: Any) -> Any:
+    """What lies there now."""
+    return holder[key] if isinstance(holder, dict | list) else getattr(holder, key, None)
+
+
+def _set(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, dict | list):
+        holder[key] = value
+    else:
+        setattr(holder, key, value)
+
+
+class Captured(Generic[T]):
+    """A part of a round as a CUDA graph: `run` reads and writes fixed tensors and returns others, which every replay
+    fills anew. changed: what it changes, put back after the warm-up."""
+
+    def __init__(self, run: Callable[[], T], changed: list[Tensor]) -> None:
+        saved = [tensor.clone() for tensor in changed]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                run()
+                for tensor, before in zip(changed, saved, strict=True):
+                    tensor.copy_(before)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.value = run()
+
+    def __call__(self) -> T:
+        """Replay; returns the tensors of the capture, filled."""
+        self.graph.replay()
+        return self.value
+
+
+class Parts:
+    """A round's parts by name: graphs where `graphs` is set, plain calls elsewhere."""
+
+    def __init__(self, graphs: bool, changed: list[Tensor]) -> None:
+        self.graphs, self.changed = graphs, changed
+        self._captured: dict[tuple[Any, ...], Captured[Any]] = {}
+
+    def call(self, key: tuple[Any, ...], run: Callable[[], T]) -> T:
+        """Run a part. key: its name and all that changes its shapes."""
+        if not self.graphs:
+            return run()
+        if key not in self._captured:
+            self._captured[key] = Captured(run, self.changed)
+        return self._captured[key]()

@@ -1,0 +1,254 @@
+"""The loop that does not wait: the waiting loop's output token by token, and rounds that no sentinel stops."""
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.target import Target
+from drafters.contract import Drafter, Proposal
+from drafters.sampling import Sampling
+from eval.captured import Pinned, read
+from eval.decoder import Clock, DecodeSettings, Generation, generate
+from eval.placed import PlacedCache
+from eval.rounds import profile_rounds, random_prompts
+from eval.sentinel import WaitError, no_waits
+from eval.steady import Loop, SteadyGroup, Track
+from tests import checks
+from tests.doubles import END_ID, START_ID, tiny_target
+
+K = 3
+PROMPTS = [
+    [START_ID, 9, 10, 11, 12, 13, 14, 15, 16, 17],
+    [START_ID, 30],
+    [START_ID, 21, 22, 23, 24],
+    [START_ID, 40, 41, 9, 9, 12],
+    [START_ID, 50, 51],
+]
+HEADS: dict[tuple[str, int], Drafter] = {}
+SAMPLED = Sampling(0.9, top_k=24, top_p=0.95)
+NAMES = ["eagle3", "dspark", "mtp", "independent"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """Ends of turn come now and then: the requests of a group end at different rounds."""
+    made = tiny_target("llama")
+    made.model.generation_config.eos_token_id = [END_ID, 11, 33]
+    return made
+
+
+def head(name: str, target: Target) -> Drafter:
+    """Three slots; kept, as composing a config takes a while."""
+    if (name, id(target)) not in HEADS:
+        torch.manual_seed(1)
+        drafter = checks.build(name, target, num_slots=K)
+        drafter.warm_start(target.parts)
+        HEADS[name, id(target)] = drafter
+    return HEADS[name, id(target)]
+
+
+def decode(target: Target, drafter: Drafter | None, loop: Loop | None, **changes: Any) -> list[Generation]:
+    values = {"num_slots": K, "max_new_tokens": 12, "batch_size": 8, "seed": 3} | changes
+    group = None if loop is None else loop.group
+    return generate(target, drafter, PROMPTS, DecodeSettings(**values), group=group)
+
+
+def same(mine: list[Generation], other: list[Generation]) -> None:
+    """Equal in every count; floats of the drafter up to rounding."""
+    for one, two in zip(mine, other, strict=True):
+        assert one.tokens == two.tokens
+        for name in ("emitted", "accepted", "proposed", "verified", "lengths", "stopped"):
+            assert getattr(one, name) == getattr(two, name), name
+        assert len(one.arrivals) == len(one.emitted) + 1
+        for name in ("confidences", "peaks"):
+            got, want = torch.tensor(getattr(one, name)), torch.tensor(getattr(two, name))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_output_is_the_waiting_loops(name: str, sampling: Sampling, target: Target) -> None:
+    drafter = head(name, target)
+    waiting = decode(target, drafter, None, sampling=sampling, peaks=True)
+    assert len({len(one.tokens) for one in waiting}) > 1, "requests must end at different rounds"
+    same(decode(target, drafter, Loop("steady", checked=True), sampling=sampling, peaks=True), waiting)
+    if name in ("eagle3", "dspark"):
+        same(decode(target, drafter, Loop("halves", checked=True), sampling=sampling, peaks=True), waiting)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral"])
+def test_windows_and_other_targets(family: str) -> None:
+    """Answers grow beyond the window of 8, so a mask by columns instead of positions would show."""
+    target = tiny_target(family)
+    drafter = head("eagle3", target)
+    waiting = decode(target, drafter, None, max_new_tokens=14)
+    same(decode(target, drafter, Loop("steady", checked=True), max_new_tokens=14), waiting)
+    plain = decode(target, None, Loop("steady", checked=True), max_new_tokens=14)
+    same(plain, decode(target, None, None, max_new_tokens=14))
+    assert [one.tokens for one in plain] == [one.tokens for one in waiting]
+
+
+def test_groups_edges_and_the_clock(target: Target) -> None:
+    drafter = head("eagle3", target)
+    for changes in ({"batch_size": 2}, {"batch_size": 1}, {"max_new_tokens": 1}, {"max_new_tokens": 2}):
+        for kind in ("steady", "halves"):
+            same(decode(target, drafter, Loop(kind), **changes), decode(target, drafter, None, **changes))
+    clock, seen = Clock(), []
+    settings = DecodeSettings(K, 8, 8)
+    made = generate(
+        target, drafter, PROMPTS, settings, clock, watch=lambda *new: seen.append(new), group=Loop("halves").group
+    )
+    assert all(clock.seconds[stage] > 0 for stage in ("prefill", "draft", "verify", "rest"))
+    assert [sum(column) for column in zip(*seen, strict=True)] == [5, sum(len(one.tokens) for one in made)]
+    assert clock.sizes["target_cache"] % 640 == 0
+    assert clock.sizes["drafter_state"] > 0
+
+
+def test_lossy_and_same_noise(target: Target) -> None:
+    drafter = head("eagle3", target)
+    for changes in ({"verification": "none"}, {"verification": "same_noise", "sampling": SAMPLED}):
+        same(decode(target, drafter, Loop(), **changes), decode(target, drafter, None, **changes))
+
+
+class Watched(SteadyGroup):
+    """Counts rounds issued, and notes where the tensors of the state lie."""
+
+    rounds_issued = 0
+    places: list[list[int]]
+
+    def issue_verify(self) -> None:
+        super().issue_verify()
+        Watched.rounds_issued += 1
+        assert self.pinned is not None
+        tensors = [*self.pinned.tensors, *self.track.tensors]
+        Watched.places.append([tensor.data_ptr() for tensor in tensors])
+        for holder, key, tensor in self.pinned.places:
+            now = read(holder, key)
+            assert now is tensor or now is None or now.shape != tensor.shape, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_stays_in_place_and_results_come_a_round_late(name: str, target: Target) -> None:
+    """What CUDA graphs rely on; and the round that was under way when the last request ended is thrown away."""
+    drafter, loop = head(name, target), Loop()
+    Watched.rounds_issued, Watched.places = 0, []
+    settings = DecodeSettings(K, 12, 1)
+    (made,) = generate(target, drafter, PROMPTS[:1], settings, group=lambda *given: Watched(loop, *given))
+    assert Watched.rounds_issued == len(made.emitted) + 1
+    assert all(places == Watched.places[0] for places in Watched.places)
+
+
+def planted(drafter: Drafter, fault: Callable[[Proposal], Any]) -> Drafter:
+    """The drafter, with something else done to each proposal."""
+    own = drafter.propose
+
+    def propose(*given: Any) -> Proposal:
+        made = own(*given)
+        fault(made)
+        return made
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    return drafter
+
+
+FAULTS: dict[str, Callable[[Proposal], Any]] = {
+    "item": lambda made: made.tokens[0, 0].item(),
+    "tolist": lambda made: made.tokens.tolist(),
+    "bool": lambda made: bool((made.tokens > 3).any()),
+    "nonzero": lambda made: (made.tokens > 3).nonzero(),
+    "mask": lambda made: made.tokens[made.tokens > 3],
+    "write": lambda made: made.tokens.clone().__setitem__(made.tokens > 3, 1),
+    "select": lambda made: made.tokens.masked_select(made.tokens > 3),
+    "unique": lambda made: made.tokens.unique(),
+    "cpu": lambda made: made.tokens.cpu(),
+    "numpy": lambda made: made.tokens.numpy(),
+    "repeat": lambda made: made.tokens[0].repeat_interleave(made.tokens[0].clamp(0, 1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_sentinel_catches_planted_waits(fault: str, target: Target) -> None:
+    drafter = planted(copy(head("eagle3", target)), FAULTS[fault])
+    with pytest.raises(WaitError, match="inside a round"):
+        decode(target, drafter, Loop("steady", checked=True))
+
+
+def test_the_sentinel_lets_copies_pass_that_do_not_wait() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    with no_waits():
+        values.to("meta")
+        values.double()
+        values.gather(1, torch.tensor([[0], [1]]))
+        values[:, torch.tensor([0, 2])]
+        values.repeat_interleave(2, 0)
+        torch.where(values > 1, values, 0.0)
+    with pytest.raises(WaitError, match="masks|mask"), no_waits():
+        values[values > 1] = 0
+
+
+def test_track_by_hand() -> None:
+    ends = torch.tensor([3])
+    track = Track(
+        anchors=torch.tensor([10, 11, 12, 13]),
+        positions=torch.tensor([5, 6, 7, 8]),
+        room=torch.tensor([4, 4, 2, 9]),
+        alive=torch.tensor([True, True, True, False]),
+        seeds=torch.zeros(4, dtype=torch.int64),
+        limits=torch.zeros(4, dtype=torch.int64),
+    )
+    # Goes on; ends at an accepted end of turn (the end in the discarded part of row 0 does not count); has no room for
+    # more than its two tokens; had ended before.
+    tokens = torch.tensor([[20, 21, 3], [3, 22, -1], [23, 24, -1], [25, -1, -1]])
+    read = track.advance(tokens, torch.tensor([1, 1, 1, 0]), ends)
+    assert read.tolist() == [2, 0, 0, 0]
+    assert track.alive.tolist() == [True, False, False, False]
+    assert track.anchors.tolist() == [21, 11, 12, 13]
+    assert track.positions.tolist() == [7, 6, 7, 8]
+    assert track.room.tolist() == [2, 4, 2, 9]
+
+
+def test_pinned_state_by_hand() -> None:
+    class State:
+        def __init__(self) -> None:
+            self.a, self.pair = torch.zeros(2), [torch.ones(2), torch.full((2,), 2.0)]
+            self.note: Tensor | None = torch.zeros(3)
+
+    state = State()
+    pinned = Pinned(state)
+    a, (one, two) = state.a, state.pair
+    state.a = state.a + 5
+    state.pair = [two, one]  # swapped: each must get the other's old value
+    state.note = torch.zeros(4)
+    pinned.settle()
+    assert state.a is a
+    assert a.tolist() == [5, 5]
+    assert state.pair[0] is two or state.pair[0].tolist() == [2, 2]
+    assert state.note.shape == (4,)
+    with pytest.raises(ValueError, match="tuple"):
+        Pinned({"keys": (torch.zeros(1), torch.zeros(1))})
+
+
+def test_refusals(target: Target) -> None:
+    with pytest.raises(ValueError, match="loop must be one of waiting, steady, halves"):
+        Loop("eager")
+    with pytest.raises(ValueError, match="a schedule needs"):
+        Loop("waiting", lambda: None)  # type: ignore[arg-type, return-value]
+    odd = tiny_target("llama")
+    odd.model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="attn_implementation eager or sdpa"):
+        PlacedCache(odd.model, None, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["waiting", "steady", "halves"])
+def test_a_profile_of_rounds_adds_up(kind: str, target: Target) -> None:
+    drafter = head("eagle3", target)
+    prompts = random_prompts(target, 3, 6, 0)
+    found = profile_rounds(target, drafter, prompts, DecodeSettings(K, 8, 3), Loop(kind))
+    assert found.rounds >= 2
+    assert min(found.draft, found.target, found.host) > 0
+    assert found.as_dict()["host_share"] == found.host / (found.draft + found.target + found.host)
+    assert not any(name in vars(owner) for owner, name in ((target, "forward"), (drafter, "propose")))
