@@ -7,7 +7,7 @@
 
 static     the same shape every round, a list of paths: path (1, 0) is the first child of the anchor's second child.
            Children are the drafter's likeliest tokens, or drawn from it with or without replacement.
-dynamic    EAGLE-2 (arXiv 2406.16858): `width` nodes a level, those of the largest product of draft probabilities from
+dynamic    arXiv 2406.16858: `width` nodes a level, those of the largest product of draft probabilities from
            the anchor on, get `width` children each; the best `nodes` of all that were made are verified.
 ddtree     the best `nodes` prefixes under the product of the slots' own distributions, for drafters whose slots do not
            read drafted tokens: exact best-first, level by level, since a prefix is never better than its parent.
@@ -276,7 +276,7 @@ class _Level:
 
 
 def grow_dynamic(source: Source, depth: int, width: int, nodes: int) -> Tree:
-    """EAGLE-2's tree: see the module."""
+    """The dynamic tree: see the module."""
     fan = min(width, source.branches.first.shape[-1])
     ids = source.vocabulary.ids_on(source.anchors.device)
     best = source.scores(source.branches.first).topk(fan, -1)
