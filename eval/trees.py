@@ -7,7 +7,7 @@
 
 static     the same shape every round, a list of paths: path (1, 0) is the first child of the anchor's second child.
            Children are the drafter's likeliest tokens, or drawn from it with or without replacement.
-dynamic    EAGLE-2 (arXiv 2406.16858): `width` nodes a level, those of the largest product of draft probabilities from
+dynamic    arXiv 2406.16858: `width` nodes a level, those of the largest product of draft probabilities from
            the anchor on, get `width` children each; the best `nodes` of all that were made are verified.
 ddtree     the best `nodes` prefixes under the product of the slots' own distributions, for drafters whose slots do not
            read drafted tokens: exact best-first, level by level, since a prefix is never better than its parent.
@@ -17,7 +17,7 @@ Letters in shapes: R requests, N drafted nodes, C children of a node at most, V 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ class Tree:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         names = ("tokens", "parents", "depths", "children", "given")
-        held = {name: getattr(self, name) for name in names}
+        held: dict[str, Any] = {name: getattr(self, name) for name in names}
         return replace(self, **{name: change(tensor) for name, tensor in held.items() if tensor is not None})
 
     def ancestors(self) -> Tensor:
@@ -276,7 +276,7 @@ class _Level:
 
 
 def grow_dynamic(source: Source, depth: int, width: int, nodes: int) -> Tree:
-    """EAGLE-2's tree: see the module."""
+    """The dynamic tree: see the module."""
     fan = min(width, source.branches.first.shape[-1])
     ids = source.vocabulary.ids_on(source.anchors.device)
     best = source.scores(source.branches.first).topk(fan, -1)
