@@ -149,7 +149,7 @@ class BlockDrafter(Drafter):
     """
 
     sequential = False
-    branching = "slots"
+    branching: Literal["slots", "steps"] | None = "slots"
     mask_token: int
 
     def __init__(

@@ -17,7 +17,7 @@ Letters in shapes: R requests, N drafted nodes, C children of a node at most, V 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ class Tree:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         names = ("tokens", "parents", "depths", "children", "given")
-        held = {name: getattr(self, name) for name in names}
+        held: dict[str, Any] = {name: getattr(self, name) for name in names}
         return replace(self, **{name: change(tensor) for name, tensor in held.items() if tensor is not None})
 
     def ancestors(self) -> Tensor:

@@ -120,7 +120,7 @@ class ForgetsItsState(Eagle3):
     features: Tensor | None = None
 
     def propose(self, state, num_slots, sampling, seeds):
-        self.features = state.fused
+        self.features = state.fused[:, None]
         made = super().propose(state, num_slots, sampling, seeds)
         self.features = None
         return made
