@@ -31,7 +31,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from checkpoints.engine_run import PYTHON
 from checkpoints.files import atomic, read_json, write_json
@@ -146,7 +146,7 @@ def random_target(shape: str, dtype: str) -> Target:
     torch.manual_seed(0)
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM(config).to(wanted)
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted)
     return Target(model, tiny_tokenizer(), name=f"{RANDOM}{shape}")
 
 

@@ -67,9 +67,9 @@ class Timed:
 
     def sums(self) -> dict[str, Floats]:
         """By prompt, in order of first appearance: tokens, request seconds, tokens and seconds after the first token,
-        and, where known, tokens emitted in rounds and rounds."""
+        and, where known, tokens emitted in rounds, rounds, and all rounds told, those behind an end among them."""
         order = list(dict.fromkeys(self.names))
-        keys = ("tokens", "seconds", "later", "reading", "emitted", "rounds")
+        keys = ("tokens", "seconds", "later", "reading", "emitted", "rounds", "told")
         found = {key: np.zeros(len(order)) for key in keys}
         for name, answer in self.pairs:
             place = order.index(name)
@@ -81,6 +81,7 @@ class Timed:
             if drafted is not None:
                 found["emitted"][place] += sum(drafted.emitted)
                 found["rounds"][place] += len(drafted.emitted)
+                found["told"][place] += len(answer.rounds or [])
         return found
 
 
@@ -88,7 +89,7 @@ class Timed:
 class Side:
     """Figures of one server at one concurrency; definitions above. in_flight: requests on average. latency: see
     eval.latency; request_ms: of whole requests. passes: tokens/s of each. tau is None without a drafter, or where
-    requests do not tell."""
+    requests do not tell. rounds: that our requests told; rounds_counted: by the server, more where it served others."""
 
     tokens_per_s: Span
     user_tokens_per_s: Span
@@ -102,6 +103,8 @@ class Side:
     tau: Span | None = None
     tau_counted: float | None = None
     alpha: list[float] | None = None
+    rounds: int | None = None
+    rounds_counted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,8 @@ def side(timed: Timed, num_slots: int | None, seed: int = 0) -> Side:
         tau=tau,
         tau_counted=None if num_slots is None else tau_counted(timed.passes),
         alpha=alpha,
+        rounds=int(sums["told"].sum()) if num_slots is not None and timed.rounds_known else None,
+        rounds_counted=None if num_slots is None else int(sum(one.moved.rounds for one in timed.passes if one.moved)),
     )
 
 

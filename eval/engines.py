@@ -12,7 +12,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +168,15 @@ def planned(config: DictConfig, folder: Path) -> Job:
         dtype=voice.dtype,
         max_model_len=longest(prompts, voice, how) + slots + 1,
         max_num_seqs=max(serving.concurrency),
-        extra=tuple(serving.server_args),
+        extra=(*hub_words(target), *serving.server_args),
     )
     return Job(engine.name, DIALECTS[engine.name], setup, voice, target, spread(prompts), how, serving)
+
+
+def hub_words(target: TargetSettings) -> list[str]:
+    """What both engines must be told to open the same target as we do."""
+    words = [] if target.revision is None else ["--revision", target.revision]
+    return [*words, "--trust-remote-code"] if target.trust_remote_code else words
 
 
 def exported(drafter_dir: Path, engine: str, voice: Voice, folder: Path) -> Path:
@@ -320,7 +326,7 @@ def compared(job: Job, requests: Sequence[Request], timed: dict[bool, dict[int, 
                 pairs.setdefault((name, tuple(plain.tokens), tuple(own.tokens)), f"{name}, {concurrency} in flight")
     if not pairs:
         return []
-    target = Target.load(job.target.name, job.voice.dtype, job.target.device_map, job.target.revision)
+    target = Target.load(**asdict(job.target) | {"dtype": job.voice.dtype})
     names, plain_texts, texts = zip(*pairs, strict=True)
     prompts = [ids[name] for name in names]
     return compare(target, list(pairs.values()), prompts, list(map(list, plain_texts)), list(map(list, texts)))

@@ -151,6 +151,12 @@ def _engine(report: Report) -> Section | None:
         f"latency above are those of {found['levels'][0]['concurrency']} in flight.",
         *(f"Server, {who}: {words}" for who, words in found["commands"].items()),
     ]
+    told, counted = (
+        [one["drafter"][key] for one in found["levels"] if one["drafter"]["rounds"] is not None]
+        for key in ("rounds", "rounds_counted")
+    )
+    if told != counted:
+        lines.append(f"The server counted {sum(counted)} rounds, our requests told {sum(told)}: it served others too.")
     return Section("Engine", lines, rows, ("engine.png",))
 
 

@@ -72,6 +72,7 @@ def test_vllm_serves_both_and_reports_what_is_known(folders: tuple[Path, Path, P
     written = read_json(tmp_path / "report.json")
     for level in written["engine"]["levels"]:
         assert level["drafter"]["tau_counted"] == pytest.approx(1 + SLOTS)
+        assert level["drafter"]["rounds"] == level["drafter"]["rounds_counted"]
         assert level["same_answers"] == 2
         assert level["baseline"]["tokens_per_s"]["value"] > 0
     assert written["example"]["answer"] != ""

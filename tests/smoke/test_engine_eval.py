@@ -19,6 +19,7 @@ from eval import engines
 from eval.engine_dialects import DIALECTS, Setup
 from eval.engines import Voice, run_engines
 from eval.evaluate import run
+from eval.sections import sections
 from eval.serving import SimulateSettings
 from tests import fake_engine
 from tests.doubles import save_tiny
@@ -91,6 +92,8 @@ def test_the_command_measures_both_servers_and_writes_the_report(
     for one in levels:
         assert one["drafter"]["tau_counted"] == pytest.approx(1 + 5 / 3)
         assert one["baseline"]["tau"] is None
+        # Three rounds an answer, told and counted alike: nobody else was served.
+        assert one["drafter"]["rounds"] == one["drafter"]["rounds_counted"] == 3 * one["drafter"]["requests"]
         assert one["speedup"]["low"] <= one["speedup"]["value"] <= one["speedup"]["high"]
         assert one["drafter"]["tokens_per_s"]["value"] > 0
     assert report["engine"]["version"] == "fake-1"
@@ -98,6 +101,10 @@ def test_the_command_measures_both_servers_and_writes_the_report(
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 5
     assert "Engine" in page
+    assert "it served others" not in page
+    levels[0]["drafter"]["rounds_counted"] += 1
+    said = next(one for one in sections(report) if one.title == "Engine")
+    assert said.lines[-1] == "The server counted 43 rounds, our requests told 42: it served others too."
     assert "| 2 | baseline |" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "engine.png").exists()
     assert (tmp_path / "server_drafter.log").exists()
@@ -162,11 +169,15 @@ def test_later_turns_follow_the_first_server_s_answers(
 def test_print_says_how_to_start_and_starts_nothing(
     folders: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_engines(composed(folders, "start=print", "server_args=[--enforce-eager]"), tmp_path) is None
+    assert (
+        run_engines(composed(folders, "start=print", "server_args=[--enforce-eager]", "target.revision=main"), tmp_path)
+        is None
+    )
     said = capsys.readouterr().out
     assert said.count("vllm.entrypoints.openai.api_server") == 2
     assert said.count("--speculative-config") == 1
     assert said.count("--enforce-eager") == 2
+    assert said.count("--revision main") == 2
     assert "url=http://127.0.0.1:8000 baseline_url=http://127.0.0.1:8001" in said
     assert not (tmp_path / "report.json").exists()
 
