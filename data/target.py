@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +216,7 @@ class Target:
             positions = default_positions(tokens, attention_mask, _past(cache))
         places = positions.to(self.device)
         if self._together is not None and cache is None:
-            return self._together.run("read", tokens, wanted, attention_mask, places)  # type: ignore[no-any-return]
+            return cast(Features, self._together.run("read", tokens, wanted, attention_mask, places))
         return self._read(tokens, wanted, attention_mask, places, cache)
 
     def _read(
@@ -227,9 +227,9 @@ class Target:
         positions: Tensor,
         cache: Any = None,
     ) -> Features:
-        moved = (None if x is None else x.to(self.device) for x in (tokens, attention_mask, positions))
-        tokens, *rest = moved
-        arguments: dict[str, Any] = dict(zip(("attention_mask", "position_ids"), rest, strict=True))
+        mask = None if attention_mask is None else attention_mask.to(self.device)
+        tokens = tokens.to(self.device)
+        arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions.to(self.device)}
         if cache is not None:
             arguments[self._cache_name] = cache
         with _outputs([self._anatomy.layers[i] for i in wanted]) as kept:
@@ -250,7 +250,7 @@ class Target:
     def own_top1(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Argmax of the whole model's own logits, the outside witness of check 4. [B, T] -> int64 [B, T]."""
         if self._together is not None:
-            return self._together.run("top1", tokens, attention_mask)  # type: ignore[no-any-return]
+            return cast(Tensor, self._together.run("top1", tokens, attention_mask))
         return self._own_top1(tokens, attention_mask)
 
     def _own_top1(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
