@@ -47,3 +47,12 @@ def _take(handle: int, folder: Path) -> None:
         raise ValueError(f"{folder} cannot be locked ({error.strerror}): choose a folder on another disk") from error
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def launched_rank() -> int:
+    """This process's rank as its launcher (torchrun, srun or Lightning) says, before any process group exists; 0 for a
+    run of one process."""
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if os.environ.get(name, "").isdigit() and (name != "SLURM_PROCID" or "SLURM_NTASKS" in os.environ):
+            return int(os.environ[name])
+    return 0

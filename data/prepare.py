@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from checkpoints.files import atomic, fingerprint, write_json
+from checkpoints.lock import launched_rank, only_run
 from checkpoints.run import known_groups, record, settings
 from data.answers import AnswerReport, AnswerSettings, answer
 from data.chat import Template
@@ -84,7 +86,9 @@ class FeatureSettings:
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="prepare")
 def main(config: DictConfig) -> None:
     """Prepare as configured; prints what was kept and where things lie."""
-    run(config, Path(HydraConfig.get().runtime.output_dir), Console())
+    out = Path(HydraConfig.get().runtime.output_dir)
+    with only_run(out) if launched_rank() == 0 else nullcontext():  # others only help to hold the target
+        run(config, out, Console())
 
 
 def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from torch import distributed, nn
 def parallel_arguments(tp_plan: Any) -> dict[str, Any]:
     """Arguments of from_pretrained that spread a model over the processes that torchrun started.
 
-    tp_plan: "auto" (the family's own tensor-parallel plan), "experts" (its expert-parallel plan: experts divided, the
-    rest whole on each), or a plan by module names. ValueError without several processes.
+    tp_plan: "auto" (the family's own tensor-parallel plan), "experts" (that, and its expert-parallel plan:
+    whole experts divided), or a plan by module names. ValueError without several processes.
     """
     from transformers.distributed import DistributedConfig
 
@@ -27,7 +27,7 @@ def parallel_arguments(tp_plan: Any) -> dict[str, Any]:
     if ranks < 2:
         raise ValueError("target.tp_plan spreads a target over processes: start the command through torchrun")
     if tp_plan == "experts":
-        return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan={}, ep_size=ranks)}
+        return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto", ep_size=ranks)}
     return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan=tp_plan)}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ class Target:
             positions = default_positions(tokens, attention_mask, _past(cache))
         places = positions.to(self.device)
         if self._together is not None and cache is None:
-            return self._together.run("read", tokens, wanted, attention_mask, places)  # type: ignore[no-any-return]
+            return cast(Features, self._together.run("read", tokens, wanted, attention_mask, places))
         return self._read(tokens, wanted, attention_mask, places, cache)
 
     def _read(
@@ -257,7 +257,7 @@ class Target:
     def own_top1(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Argmax of the whole model's own logits, the outside witness of check 4. [B, T] -> int64 [B, T]."""
         if self._together is not None:
-            return self._together.run("top1", tokens, attention_mask)  # type: ignore[no-any-return]
+            return cast(Tensor, self._together.run("top1", tokens, attention_mask))
         return self._own_top1(tokens, attention_mask)
 
     def _own_top1(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -31,6 +31,7 @@ FREE_TO_CHANGE = (
     "trainer.strategy",
     "trainer.accelerator",
     "trainer.max_skipped",
+    "trainer.activations",
     "target.device_map",
     "target.tp_plan",
     "batch.workers",
@@ -150,8 +151,14 @@ class Keeper(Callback):
         if writes:
             # Not the seconds: equal runs leave equal folders, on a busy machine too.
             measured = {name: value for name, value in found.items() if not name.endswith("seconds")}
-            about = {"target_identity": self.identity, "data": self.data, "measured": measured}
-            save_drafter(folder, module.drafter, tensors=tensors, **about)
+            save_drafter(
+                folder,
+                module.drafter,
+                target_identity=self.identity,
+                data=self.data,
+                measured=measured,
+                tensors=tensors,
+            )
         if self.best is not None and self.best["folder"] != folder.name:
             self._stale.append(self.out / self.best["folder"])
         self.best = found | {"folder": folder.name}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data.module import PackedData
 from drafters.contract import Batch, Drafter, TargetParts
+from training.activations import Kept, waiting
 from training.objectives import Objective, slot_terms
 from training.optimizers import OptimizerSettings, build_optimizer, rate
 from training.reduce import Window, divide_gradients, gradient_norm
@@ -29,7 +30,8 @@ class DrafterModule(LightningModule):
     whose loss or gradient is not finite that are skipped and counted; one more ends the run.
 
     stop_asked: set by a signal on any rank; stopping: all ranks know it, after the same step. autocast: compute in
-    bfloat16 inside the step, where the strategy leaves that to the module.
+    bfloat16 inside the step, where the strategy leaves that to the module. activations: what a step keeps of its
+    forward pass (training.activations).
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class DrafterModule(LightningModule):
         self.window = Window()
         self.tokens_seen = self.skipped = self._in_a_row = 0
         self.max_skipped, self.autocast = max_skipped, False
+        self.activations: Kept = "keep"
         self.stop_asked = self.stopping = False
         self._started: tuple[float, int] | None = None
 
@@ -74,7 +77,9 @@ class DrafterModule(LightningModule):
     def _step(self, batch: Batch) -> Tensor:
         if self.self_forcing is not None:
             batch = self.self_forcing(self.drafter, batch, batch.seed)
-        terms = slot_terms(self.drafter, self.drafter.slots(batch), batch, self.target, self.objective)
+        with waiting(self.activations, batch.tokens.device):
+            slots = self.drafter.slots(batch)
+        terms = slot_terms(self.drafter, slots, batch, self.target, self.objective)
         self.window.add(
             loss=terms.loss,
             denominator=terms.denominator,
@@ -98,12 +103,12 @@ class DrafterModule(LightningModule):
         self.stopping = stop > 0
         self.tokens_seen += int(tokens)
         if not math.isfinite(size) or not math.isfinite(loss):
-            self._skip(f"loss {loss}, gradient norm {size}")
+            self._skip(loss, size)
             return
         self._in_a_row = 0
         self._report(sums, int(slots), size)
 
-    def _skip(self, what: str) -> None:
+    def _skip(self, loss: float, norm: float) -> None:
         """Leave weights and optimizer as they are: both pass over parameters without a gradient. FloatingPointError
         after too many in a row."""
         for parameter in self.parameters():
@@ -112,13 +117,16 @@ class DrafterModule(LightningModule):
         window, data = self.trainer.accumulate_grad_batches, self.trainer.datamodule  # type: ignore[attr-defined]
         steps = range(self.global_step * window, (self.global_step + 1) * window)
         names = [name for step in steps for name in data.ids_at(step)] if isinstance(data, PackedData) else []
+        what = f"loss {loss}, gradient norm {norm}"
         line = f"step {self.global_step} skipped, not finite: {what}; conversations {', '.join(names[:8])}"
         if self._in_a_row > self.max_skipped:
             raise FloatingPointError(
                 f"{line}; {self._in_a_row} steps in a row, more than trainer.max_skipped {self.max_skipped}. The last "
                 f"checkpoint holds finite weights: lower optimizer.lr, or look at these conversations"
             )
-        self.log_dict({"skipped": float(self.skipped)})
+        # The last good values would be logged again in their place.
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"skipped": float(self.skipped), "grad_norm": norm})
         if self.trainer.is_global_zero:
             Console().print(line, style="yellow", soft_wrap=True, highlight=False)
 

@@ -5,6 +5,7 @@ Everything here does nothing in a run of one process.
 
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,18 +29,16 @@ class RankLost(RuntimeError):
     """Another process of the run has ended or no longer answers."""
 
 
-def launched_rank() -> int:
-    """This process's rank as its launcher (torchrun, srun or Lightning) says, before any process group exists; 0 for a
-    run of one process."""
-    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        if os.environ.get(name, "").isdigit() and (name != "SLURM_PROCID" or "SLURM_NTASKS" in os.environ):
-            return int(os.environ[name])
-    return 0
-
-
 def launched_outside() -> bool:
     """Whether torchrun or srun started this process, rather than Lightning."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_NTASKS" in os.environ
+
+
+def stay_on_this_machine(nodes: int) -> None:
+    """On one node let gloo's connections use the loopback interface alone, unless the environment says otherwise."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if nodes == 1 and loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def several() -> bool:

@@ -112,7 +112,8 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         whole = values[0].new_full((len(first), *shape), fill)
         for index, (part, place) in enumerate(first[row] for row in sorted(first)):
             one = values[part][place]
-            whole[(index, *(slice(size) for size in one.shape))] = one
+            inner = tuple(slice(size) for size in one.shape)
+            whole[index][inner] = one
         return whole
 
     names = [f.name for f in fields(Drafted)]

@@ -8,6 +8,7 @@ gradients and moments (16 bytes a weight in float32) are divided by the number o
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import cast
 
 from lightning import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -62,4 +63,5 @@ def gathered(module: nn.Module) -> dict[str, Tensor]:
     """The state dict, whole on rank 0 where ranks hold shards (others get none of it). Every rank must call it."""
     if not any(isinstance(p, DTensor) for p in module.parameters()):
         return module.state_dict()
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return cast(dict[str, Tensor], get_model_state_dict(module, options=options))

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from checkpoints.files import read_json
 from checkpoints.folder import load_drafter
-from checkpoints.lock import only_run
+from checkpoints.lock import launched_rank, only_run
 from checkpoints.run import known_groups, native_bf16, record, settings
 from data.chat import Template
 from data.collate import Plan
@@ -42,12 +42,13 @@ from drafters.vocabulary import DraftVocabulary
 from eval.recording import Question, Recording, belongs, owner_of, record_answers, trajectory
 from eval.replay import Trajectory
 from training.acceptance import AcceptanceCallback, AcceptanceSettings
+from training.activations import Kept, spare_activations
 from training.keeper import AtomicCheckpoints, Keeper, difference, resume_point
 from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
 from training.progressive import Stage, begin
-from training.ranks import explained, launched_outside, launched_rank
+from training.ranks import explained, launched_outside, stay_on_this_machine
 from training.self_forcing import SelfForcing, SelfForcingSettings
 
 GROUPS = (
@@ -76,8 +77,8 @@ class TrainerSettings:
     the step that has seen so many answer tokens (null: no such limit). accumulate: micro-batches per optimizer step.
     precision: Lightning's name, "auto" = bf16-mixed where the hardware multiplies bf16, else 32-true.
     checkpoint_every: optimizer steps. max_minutes: stop early after this long (null: never).
-    max_skipped: steps in a row whose loss or gradient is not finite that are skipped before the run ends. The rest is
-    Lightning's."""
+    max_skipped: steps in a row whose loss or gradient is not finite that are skipped before the run ends. activations:
+    "keep", "recompute" or "offload" (training.activations). The rest is Lightning's."""
 
     max_steps: int = 0
     epochs: int = 1
@@ -94,6 +95,7 @@ class TrainerSettings:
     progress: bool = True
     deterministic: bool = False
     max_skipped: int = 20
+    activations: Kept = "keep"
 
     def resolved_precision(self) -> str:
         if self.precision != "auto":
@@ -162,6 +164,8 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
         record(out, config, target=target.identity, prepared=declared, run=marks)
     keeper = Keeper(out, config, acceptance, target.identity, declared, marks, trainer_settings.checkpoint_every)
     trainer = build_trainer(trainer_settings, optimizer, loggers, out, [acceptance, keeper], steps)
+    module.activations = trainer_settings.activations
+    spare_activations(drafter, module.activations)
     module.autocast = sharded(trainer.strategy) and trainer_settings.resolved_precision() == "bf16-mixed"
     trainer.fit(module, datamodule=data, ckpt_path=resume_point(config.resume, out), weights_only=True)
     return keeper.finish(trainer)
@@ -251,7 +255,8 @@ def feature_source(
         return OnlineSource(target, conversations, drafter.needs.layers, "auto", 4096)
     store = FeatureStore.open(prepared / "features", target.identity, drafter.needs.layers, "lazy", target.parts)
     names = [one.id for one in conversations]
-    if store.ids[: len(names)] != names:
+    whole = len(names) == len(store)
+    if store.ids[: len(names)] != names or (whole and store.header["data"] != conversations_fingerprint(conversations)):
         raise ValueError(f"{prepared}: the features are not those of conversations.jsonl; run headstart prepare again")
     source = StoreSource(store)
     source.lengths, source.ids = source.lengths[: len(names)], names
@@ -297,6 +302,7 @@ def build_trainer(
     strategy = chosen.strategy if isinstance(chosen.strategy, str) else instantiate(chosen.strategy)
     if isinstance(strategy, ParallelStrategy):
         refuse_a_sweep()
+        stay_on_this_machine(chosen.num_nodes)
     precision = chosen.resolved_precision()
     if sharded(strategy) and precision == "bf16-mixed":
         precision = "32-true"  # Lightning refuses to mix here; the module's step does it

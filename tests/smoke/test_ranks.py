@@ -1,6 +1,7 @@
 """Two real processes over gloo: the run of one process, sharded weights, lost ranks, signals, other world sizes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from tests import checks, ranks
 from tests.prepared import overrides, prepare_tiny, trace
+from training.ranks import stay_on_this_machine
 
 STEPS = 6
 WAIT = 240.0  # seconds for a process on a busy machine; what is bounded is asserted by itself
@@ -98,6 +100,14 @@ def test_a_killed_rank_ends_the_other_and_one_process_goes_on(prepared, alone, t
     assert "last.ckpt, with any number of ranks" in said
     assert ranks.finish(ranks.start(tmp_path, keys(prepared), 1), WAIT) == [0], ranks.words(tmp_path, 0)
     same_trace(alone, tmp_path)
+
+
+def test_gloo_stays_on_the_machine(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    stay_on_this_machine(2)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    stay_on_this_machine(1)
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
 
 
 def test_a_rank_with_other_settings_is_refused(prepared, tmp_path):
