@@ -121,7 +121,9 @@ class Batch:
     norm. top1 [B, T] int64: argmax of the target's logits at each position. lse [B, T] float32: log-sum-exp of those
     logits. anchors [B, A] int64 positions in the row, ascending, -1 on padding. seed: the micro-step, for drafters that
     draw while training. progress: share of training done, in [0, 1), for curricula. drafted: the drafter's own tokens
-    after the anchors, when it trains on those.
+    after the anchors, when it trains on those. top_ids [B, T, k] int64 and top_logp [B, T, k] float32: the target's k
+    most likely tokens and their log probabilities, where features hold those in place of `last`, which then has no
+    width [B, T, 0].
     """
 
     tokens: Tensor
@@ -136,6 +138,8 @@ class Batch:
     seed: int = 0
     progress: float = 0.0
     drafted: Drafted | None = None
+    top_ids: Tensor | None = None
+    top_logp: Tensor | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move all tensors; cast the features (aux, last) to dtype when given."""
@@ -261,12 +265,13 @@ class Drafter(nn.Module, ABC):
     values only (it is written to config.json as `settings()` and rebuilds the drafter alone). Frozen target tensors
     are kept out of the state dict.
 
-    slot_convention: whether slot 1 is read from the anchor's own input row ("anchor_first") or from a mask row at the
-    position it predicts ("fill_in"). mask_token: the input token of mask rows, if there are any. anchors_per_row: how
-    many anchors training draws from each packed row (None: all). follows_drafts: whether `slots` reads a batch's
-    drafted tokens in every slot; where False, slots after a rejected draft cannot be trained. coupling: how sampled
-    proposals are verified (see eval.verification); "same_noise" for drafters that read the noise of the target's own
-    sampler.
+    slot_convention: whether slot 1 is read from the anchor's own input row ("anchor_first") or from a mask row at
+    the position it predicts ("fill_in"). mask_token: the input token of mask rows, if there are any.
+    anchors_per_row: how many anchors training draws from each packed row (None: all). follows_drafts: whether
+    `slots` reads a batch's drafted tokens in every slot; where False, slots after a rejected draft cannot be
+    trained. reads_teacher: whether `slots` itself reads the target's last hidden states where slots are supervised,
+    so that features without them cannot train it. coupling: how sampled proposals are verified (see
+    eval.verification); "same_noise" for drafters that read the noise of the target's own sampler.
     """
 
     num_slots: int
@@ -277,6 +282,7 @@ class Drafter(nn.Module, ABC):
     mask_token: int | None = None
     anchors_per_row: int | None = None
     follows_drafts: bool = True
+    reads_teacher: bool = False
     # Confidences [R, K] from peaks [R, K], fitted afterwards and loaded beside a head that gives none of its own.
     estimator: Callable[[Tensor], Tensor] | None = None
 
