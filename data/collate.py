@@ -7,11 +7,12 @@ doc      0 0 0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1    2 2 2 2 2 2 2    -1 -1
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from data.features import Sample
+from data.layout import Sample
 from drafters.contract import Batch, answer_anchors
 from drafters.sampling import ANCHOR_STREAM, counter_uniform
 
@@ -112,7 +113,8 @@ class Collate:
         whole = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "positions", "turns", "top1")}
         documents, lse = torch.full(shape, -1), torch.zeros(shape)
         aux = torch.zeros(*shape, layers, width, dtype=self.dtype)
-        last = torch.zeros(*shape, width, dtype=self.dtype)
+        last = torch.zeros(*shape, first.last.shape[-1], dtype=self.dtype)
+        top_ids, top_logp = _tops(shape, first)
         for r, row in enumerate(rows):
             start = 0
             for document, sample in enumerate(row):
@@ -122,6 +124,9 @@ class Collate:
                 whole["top1"][r, place], lse[r, place] = sample.top1, sample.lse
                 documents[r, place] = document
                 aux[r, place], last[r, place] = sample.aux, sample.last
+                if top_ids is not None and top_logp is not None:
+                    top_ids[r, place] = cast(Tensor, sample.top_ids)
+                    top_logp[r, place] = cast(Tensor, sample.top_logp)
                 start = place.stop
         allowed = answer_anchors(whole["turns"], documents)
         if self.anchors is not None:
@@ -141,7 +146,17 @@ class Collate:
             progress=progress,
             first_row=first_row,
             row_step=row_step,
+            top_ids=top_ids,
+            top_logp=top_logp,
         )
+
+
+def _tops(shape: tuple[int, int], like: Sample) -> tuple[Tensor | None, Tensor | None]:
+    """Empty top_ids and top_logp of a batch, where samples have them."""
+    if like.top_ids is None:
+        return None, None
+    whole = (*shape, like.top_ids.shape[-1])
+    return torch.zeros(whole, dtype=torch.int64), torch.zeros(whole)
 
 
 def draw_anchors(allowed: Tensor, count: int, seed: int, numbers: Tensor | None = None) -> Tensor:

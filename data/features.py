@@ -1,7 +1,7 @@
 """The feature store: what the target showed of every conversation, on disk, in shards.
 
-    header.json          which target, layers, dtype and conversations; written first
-    shard-00000.safetensors  rows of whole conversations, one after the other, trimmed to their true length
+    header.json          which target, layers, precisions and conversations; written first
+    shard-00000.safetensors  whole conversations, one after the other, trimmed to their true length (data.layout)
     shard-00000.json     its sha256, ids and lengths; written after it, so a shard without it is unfinished
 
 A killed capture goes on at the first unfinished shard. Shards hold conversations in their given order, and each is
@@ -14,9 +14,9 @@ import fcntl
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -28,51 +28,17 @@ from torch import Tensor
 from checkpoints.files import fingerprint, read_json, sha256_file, write_json, write_tensors
 from data.conversations import Conversation
 from data.identity import identity_difference
-from data.target import DTYPES, LOGITS_AT_ONCE, Target, feature_truth
+from data.layout import Layout, Sample, ShardReader, ShardWriter, StoreSettings, plan_of, shard_size
+from data.target import DTYPES, LOGITS_AT_ONCE, TRUTH_SHARE, Target, feature_truth
 from drafters.contract import TargetParts, check_layers
 
-VERSION = 1
+# 1: plain dtypes, the last hidden state everywhere. 2: all of data.layout. A store is written as 1 where 1 can say it.
+VERSIONS = (1, 2)
 SHARD_BYTES = 1 << 28
 BATCH_TOKENS = 4096
 PROBE_TOKENS = 256
 LOAD_SAMPLE = 1024
 CONVENTION = "0 = the first decoder layer's output"
-
-
-@dataclass
-class Sample:
-    """One conversation with its features.
-
-    tokens, turns int64 [T]; aux [T, L, D]; last [T, D] after the final norm; top1 int64 [T] and lse float32 [T]: argmax
-    and log-sum-exp of the target's logits at each position.
-    """
-
-    id: str
-    tokens: Tensor
-    turns: Tensor
-    aux: Tensor
-    last: Tensor
-    top1: Tensor
-    lse: Tensor
-
-
-def feature_dtype(name: str) -> torch.dtype:
-    """What layers' outputs are stored in: bfloat16 with auto (they have outliers), else as named."""
-    if name not in ("auto", *DTYPES):
-        raise ValueError(f"feature dtype must be auto, {', '.join(DTYPES)}, got {name!r}")
-    return torch.bfloat16 if name == "auto" else DTYPES[name]
-
-
-def last_dtype(name: str, target_dtype: torch.dtype) -> torch.dtype:
-    """What the last hidden state is stored in. With auto: the target's own dtype where that has 16 bits, else float16.
-
-    The teacher's logits come from it, so it needs precision, and after a norm it has no outliers: float16 rounds a
-    float32 one eight times finer than bfloat16, which moves the argmax on 0.14% of positions with SmolLM2-135M and on
-    over 1% with a random model.
-    """
-    if name != "auto":
-        return feature_dtype(name)
-    return target_dtype if target_dtype.itemsize == 2 else torch.float16
 
 
 def conversations_fingerprint(conversations: Sequence[Conversation]) -> str:
@@ -86,14 +52,17 @@ def observe(
     conversations: Sequence[Conversation],
     layers: Sequence[int],
     batch_tokens: int = BATCH_TOKENS,
-    dtype: str = "auto",
+    dtype: str | StoreSettings = "auto",
 ) -> Iterator[tuple[int, Sample]]:
     """Yield (index, Sample on the CPU) of each conversation, shortest first: the one way features are made.
 
     A batch holds conversations of similar length, at most batch_tokens positions with padding (or one conversation).
-    Logits exist for a few positions at a time. ValueError when a feature is not finite or overflows the dtype.
+    Logits exist for a few positions at a time. dtype: of the samples; with settings of a store: what that rounds to
+    first, and with its topk the target's most likely tokens in place of the last hidden state. ValueError when a
+    feature is not finite or overflows the dtype.
     """
-    kept, kept_last = feature_dtype(dtype), last_dtype(dtype, target.dtype)
+    layout = StoreSettings.of(dtype).layout(len(layers), target.identity["hidden_size"], target.dtype)
+    kept, kept_last = layout.aux_dtype, layout.last_dtype
     for indices in length_batches([len(one.tokens) for one in conversations], batch_tokens):
         chosen = [conversations[i] for i in indices]
         tokens, mask = _padded([one.tokens for one in chosen])
@@ -101,20 +70,24 @@ def observe(
         for row, (index, one) in enumerate(zip(indices, chosen, strict=True)):
             length = len(one.tokens)
             last, aux = features.last[row, :length], features.aux[row, :length]
-            top1, lse = readout(target, last)
             for place, layer in enumerate(layers):
                 _check_range(aux[:, place], kept, f"{one.id}: output of layer {layer}")
             _check_range(last, kept_last, f"{one.id}: last hidden state")
+            top1, lse = readout(target, last)
             yield (
                 index,
-                Sample(
-                    id=one.id,
-                    tokens=tokens[row, :length].clone(),
-                    turns=torch.tensor(one.turns, dtype=torch.int64),
-                    aux=aux.to(kept).cpu(),
-                    last=last.to(kept_last).cpu(),
-                    top1=top1.cpu(),
-                    lse=lse.cpu(),
+                with_top(
+                    Sample(
+                        id=one.id,
+                        tokens=tokens[row, :length].clone(),
+                        turns=torch.tensor(one.turns, dtype=torch.int64),
+                        aux=aux.to(kept).cpu(),
+                        last=last.to(kept_last).cpu(),
+                        top1=top1.cpu(),
+                        lse=lse.cpu(),
+                    ),
+                    target.parts,
+                    layout.topk,
                 ),
             )
 
@@ -125,38 +98,58 @@ def capture(
     layers: Sequence[int],
     folder: Path,
     batch_tokens: int = BATCH_TOKENS,
-    dtype: str = "auto",
+    dtype: str | StoreSettings = "auto",
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> "FeatureStore":
     """Write the features of all conversations, or what is still missing of them, and open the store.
 
-    progress is called with the number of tokens just finished (or found finished). ValueError when the folder holds
-    features of something else, when a finished shard is damaged, when the features fail check 4, and when another
-    process is capturing into the folder.
+    dtype: of the store, or all that StoreSettings say. progress is called with the number of tokens just finished (or
+    found finished). ValueError when the folder holds features of something else, when a finished shard is damaged, when
+    the features fail check 4, and when another process is capturing into the folder.
     """
     folder = Path(folder)
     layers = check_layers(tuple(layers), target.identity["num_layers"], least=0)
     if not conversations or any(len(one.tokens) == 0 for one in conversations):
         raise ValueError("features need at least one conversation, and each at least one token")
-    header = _header(target, conversations, layers, dtype) | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes}
-    plan = _plan(conversations, header)
+    asked = StoreSettings.of(dtype)
+    layout = asked.layout(len(layers), target.identity["hidden_size"], target.dtype)
+    header = new_header(target.identity, target.dtype, conversations, layers, layout)
+    header |= {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes}
+    plan = plan_of(conversations, layout, shard_bytes)
     header["shards"] = len(plan)
     folder.mkdir(parents=True, exist_ok=True)
-    with _only_writer(folder):
-        _same_header(folder, header)
-        _probe(target, conversations, dtype)
-        write_json(folder / "header.json", header)
-        mark = fingerprint(header)
-        for number, (start, stop) in enumerate(plan):
-            chosen = conversations[start:stop]
-            if _sidecar_path(folder, number).exists():
-                _check_shard(folder, number, mark, whole=True)
-            else:
-                _write_shard(target, chosen, header, dtype, _shard_path(folder, number))
-            if progress is not None:
-                progress(sum(len(one.tokens) for one in chosen))
+    with only_writer(folder):
+        same_header(folder, header)
+        probe(target, conversations, layout)
+
+        def make(start: int, stop: int) -> Iterator[tuple[int, Sample]]:
+            return observe(target, conversations[start:stop], layers, batch_tokens, asked)
+
+        fill(folder, header, conversations, plan, make, progress)
     return FeatureStore.open(folder, target.identity, None, verify="lazy", parts=target.parts)
+
+
+def fill(
+    folder: Path,
+    header: dict[str, Any],
+    conversations: Sequence[Conversation],
+    plan: Sequence[tuple[int, int]],
+    make: Callable[[int, int], Iterable[tuple[int, Sample]]],
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Write the header and every shard that is not finished. make(start, stop): the samples of conversations
+    start..stop, with their index from start on."""
+    write_json(folder / "header.json", header)
+    mark = fingerprint(header)
+    for number, (start, stop) in enumerate(plan):
+        chosen = conversations[start:stop]
+        if _sidecar_path(folder, number).exists():
+            _check_shard(folder, number, mark, whole=True)
+        else:
+            write_shard(folder, number, chosen, make(start, stop), header)
+        if progress is not None:
+            progress(sum(len(one.tokens) for one in chosen))
 
 
 class FeatureStore:
@@ -164,16 +157,18 @@ class FeatureStore:
 
     def __init__(self, folder: Path, header: dict[str, Any], sidecars: list[dict[str, Any]], places: list[int]) -> None:
         """Use FeatureStore.open. places: which of the stored layers a Sample's aux holds."""
-        self.folder, self.header = folder, header
+        self.folder, self.header, self.layout = folder, header, Layout.read(header)
+        self.truth: float | None = None  # check 4's share, once it has run
         self.layers: tuple[int, ...] = tuple(header["layers"][place] for place in places)
         self.ids: list[str] = [name for one in sidecars for name in one["ids"]]
         self.domains: list[str] = [name for one in sidecars for name in one["domains"]]
         self.lengths: list[int] = [length for one in sidecars for length in one["lengths"]]
-        self._places = places
+        whole = places == list(range(self.layout.layers))
+        self._places = None if whole else places
         self._starts = [0, *accumulate(len(one["ids"]) for one in sidecars)]
         self._offsets = [[0, *accumulate(one["lengths"])] for one in sidecars]
         self._unverified = set(range(len(sidecars)))
-        self._handles: dict[int, Any] = {}
+        self._readers: dict[int, ShardReader] = {}
 
     @classmethod
     def open(
@@ -194,8 +189,8 @@ class FeatureStore:
         if verify not in ("full", "lazy"):
             raise ValueError(f"verify must be full or lazy, got {verify!r}")
         header = read_json(folder / "header.json")
-        if header.get("version") != VERSION:
-            raise ValueError(f"{folder}: header.json has version {header.get('version')!r}, this code reads {VERSION}")
+        if header.get("version") not in VERSIONS:
+            raise ValueError(f"{folder}: header.json has version {header.get('version')!r}, this code reads {VERSIONS}")
         if identity is not None and (lines := identity_difference(header["identity"], identity)):
             names = f"target {header['identity'].get('name')!r}, asked for {identity.get('name')!r}"
             raise ValueError(f"{folder} holds features of {names}: {'; '.join(lines)}")
@@ -221,70 +216,68 @@ class FeatureStore:
     def __getitem__(self, index: int) -> Sample:
         """Sample of conversation `index`. Raises IndexError beyond the end."""
         shard, start, stop = self._where(index)
-        tokens, turns, top1 = (shard.get_slice(name)[start:stop].long() for name in ("tokens", "turns", "top1"))
-        aux = self._aux(shard, start, stop)
-        last, lse = (shard.get_slice(name)[start:stop] for name in ("last", "lse"))
-        return Sample(self.ids[index], tokens, turns, aux, last, top1, lse)
-
-    def _aux(self, shard: Any, start: int, stop: int) -> Tensor:
-        """The wanted layers' outputs of rows start..stop; none are read when none are wanted."""
-        if not self._places:
-            return torch.empty(stop - start, 0, self.header["hidden_size"], dtype=DTYPES[self.header["dtype"]])
-        aux: Tensor = shard.get_slice("aux")[start:stop]
-        return aux if self._places == list(range(len(self.header["layers"]))) else aux[:, self._places]
+        return shard.sample(self.ids[index], start, stop, self._places)
 
     def text(self, index: int) -> tuple[Tensor, Tensor]:
         """tokens, turns of conversation `index` without its features, int64 [T]."""
         shard, start, stop = self._where(index)
-        tokens, turns = (shard.get_slice(name)[start:stop].long() for name in ("tokens", "turns"))
-        return tokens, turns
+        return shard.text(start, stop)
 
     def check_truth(self, parts: TargetParts, positions: int = LOAD_SAMPLE) -> float:
-        """Check 4 on a sample: conversations spread over the store, until `positions` are read. Returns the share."""
-        last, top1, read = [], [], 0
-        step = max(1, len(self) // max(1, positions // 64))
-        for index in range(0, len(self), step):
+        """Check 4 on a sample, as it is read back: conversations spread over the store, until `positions` are read.
+        Returns the share.
+
+        A store of top-k tokens has no hidden state to put through the head: there the most likely token must be top1
+        and its probabilities those of a distribution, which shows damage but not another target's head.
+        """
+        found, read = [], 0
+        for index in range(0, len(self), max(1, len(self) // max(1, positions // 64))):
             shard, start, stop = self._where(index)
-            last.append(shard.get_slice("last")[start:stop])
-            top1.append(shard.get_slice("top1")[start:stop].long())
-            read += stop - start
+            found.append(shard.taught(start, stop))
+            read += len(found[-1]["top1"])
             if read >= positions:
                 break
-        dtype = DTYPES[self.header["target_dtype"]]
-        return feature_truth(parts, torch.cat(last), torch.cat(top1), str(self.folder), dtype)
+        taught = {name: torch.cat([one[name] for one in found]) for name in found[0]}
+        if self.layout.last is None:
+            self.truth = top_truth(taught["top_ids"], taught["top_logp"], taught["top1"], str(self.folder))
+        else:
+            dtype = DTYPES[self.header["target_dtype"]]
+            self.truth = feature_truth(parts, taught["last"], taught["top1"], str(self.folder), dtype)
+        return self.truth
 
-    def _where(self, index: int) -> tuple[Any, int, int]:
+    def _where(self, index: int) -> tuple[ShardReader, int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
         number = bisect_right(self._starts, index) - 1
         place = index - self._starts[number]
         return self._shard(number), self._offsets[number][place], self._offsets[number][place + 1]
 
-    def _shard(self, number: int) -> Any:
+    def _shard(self, number: int) -> ShardReader:
         if number in self._unverified:
             _check_shard(self.folder, number, fingerprint(self.header), whole=True)
             self._unverified.discard(number)
-        if number not in self._handles:
-            self._handles[number] = safe_open(_shard_path(self.folder, number), framework="pt")
-        return self._handles[number]
+        if number not in self._readers:
+            handle = safe_open(_shard_path(self.folder, number), framework="pt")
+            self._readers[number] = ShardReader(handle, self.layout)
+        return self._readers[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_handles": {}}
+        return self.__dict__ | {"_readers": {}}
 
 
 def estimate_bytes(
     conversations: Sequence[Conversation],
     num_layers: int,
     hidden_size: int,
-    dtype: str = "auto",
+    dtype: str | StoreSettings = "auto",
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Bytes that `capture` will write for num_layers captured layers, within 2%; nothing is computed or written."""
-    row = row_bytes(num_layers, hidden_size, dtype)
-    total = 1200
-    for number, (start, stop) in enumerate(shard_plan([len(one.tokens) for one in conversations], row, shard_bytes)):
+    # A target of 16 bits or of 32: the last hidden state has 16 either way.
+    layout, total = StoreSettings.of(dtype).layout(num_layers, hidden_size, torch.float32), 850
+    for number, (start, stop) in enumerate(plan_of(conversations, layout, shard_bytes)):
         chosen = conversations[start:stop]
-        total += row * sum(len(one.tokens) for one in chosen) + 8 * (len(chosen) + 1) + 700
+        total += shard_size(chosen, layout) + 40 + 75 * layout.tensors
         sidecar = _sidecar(chosen, number, "0" * 16, "0" * 64, total)
         total += len(json.dumps(sidecar, indent=2, ensure_ascii=False).encode())
     return total
@@ -293,22 +286,6 @@ def estimate_bytes(
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's own name: bfloat16 of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
-
-
-def row_bytes(num_layers: int, hidden_size: int, dtype: str = "auto") -> int:
-    """Bytes of one position: tokens 4, turns 2, top1 4, lse 4, and num_layers + 1 hidden states."""
-    return 14 + (num_layers + 1) * hidden_size * feature_dtype(dtype).itemsize
-
-
-def shard_plan(lengths: Sequence[int], row: int, shard_bytes: int) -> list[tuple[int, int]]:
-    """(start, stop) of each shard: whole conversations in order, at most shard_bytes (or one conversation)."""
-    plan, start, size = [], 0, 0
-    for index, length in enumerate(lengths):
-        if index > start and size + length * row > shard_bytes:
-            plan.append((start, index))
-            start, size = index, 0
-        size += length * row
-    return [*plan, (start, len(lengths))]
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -342,6 +319,35 @@ def readout(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([top1 for top1, _ in pairs]), torch.cat([lse for _, lse in pairs])
 
 
+def with_top(sample: Sample, parts: TargetParts, count: int) -> Sample:
+    """The sample with the target's `count` most likely tokens in place of its last hidden state; as it is for 0."""
+    if count == 0:
+        return sample
+    if count > len(parts.head):
+        raise ValueError(f"features topk {count} is beyond the target's vocabulary of {len(parts.head)}")
+    ids, logp = [], []
+    step = max(1, LOGITS_AT_ONCE // len(parts.head))
+    for last, lse in zip(sample.last.split(step), sample.lse.split(step), strict=True):
+        values, places = parts.logits(last.to(parts.head.device)).float().topk(count)
+        ids.append(places.cpu())
+        logp.append(values.cpu() - lse[:, None])
+    return replace(sample, last=sample.last[:, :0], top_ids=torch.cat(ids), top_logp=torch.cat(logp))
+
+
+def top_truth(ids: Tensor, logp: Tensor, top1: Tensor, where: str) -> float:
+    """Share of positions whose most likely kept token is the target's argmax. ids, logp [n, k], top1 [n]. ValueError
+    below 99%, or when the k probabilities are not descending parts of a whole."""
+    share = float((ids[:, 0] == top1).float().mean()) if len(top1) else 0.0
+    descending = bool((logp[:, 1:] <= logp[:, :-1]).all())
+    largest = float(logp.float().exp().sum(-1).max()) if len(top1) else 0.0
+    if share < TRUTH_SHARE or not descending or not largest < 1.01:
+        raise ValueError(
+            f"{where}: the most likely kept token is the target's argmax on {share:.1%} of {len(top1)} positions (>= "
+            f"{TRUTH_SHARE:.0%} needed), descending: {descending}, sum of probabilities up to {largest:.3f}"
+        )
+    return share
+
+
 def _check_range(values: Tensor, dtype: torch.dtype, what: str) -> None:
     largest = float(values.abs().max())
     if not largest <= torch.finfo(dtype).max:
@@ -351,8 +357,9 @@ def _check_range(values: Tensor, dtype: torch.dtype, what: str) -> None:
         )
 
 
-def _probe(target: Target, conversations: Sequence[Conversation], dtype: str) -> None:
-    """Check 4 against the whole model's own logits, on the first conversations, in the dtype that will be stored."""
+def probe(target: Target, conversations: Sequence[Conversation], layout: Layout) -> float:
+    """Check 4 against the whole model's own logits, on the first conversations, as they will be read back. Returns the
+    share."""
     rows, room = [], PROBE_TOKENS
     for one in conversations[:8]:
         rows.append(one.tokens[:room])
@@ -362,36 +369,40 @@ def _probe(target: Target, conversations: Sequence[Conversation], dtype: str) ->
     tokens, mask = _padded(rows)
     own = target.own_top1(tokens, mask)
     with torch.inference_mode():
-        last = target.forward(tokens, (), mask).last.to(last_dtype(dtype, target.dtype))
+        last = target.forward(tokens, (), mask).last.to(layout.last_dtype)
     real = mask.bool()
-    feature_truth(target.parts, last[real.to(last.device)], own[real.to(own.device)], "capture", target.dtype)
+    last = last[real.to(last.device)]
+    if layout.last is not None:
+        last = layout.last.rounded(last.cpu())
+    return feature_truth(target.parts, last, own[real.to(own.device)], "capture", target.dtype)
 
 
-def _header(
-    target: Target, conversations: Sequence[Conversation], layers: tuple[int, ...], dtype: str
+def new_header(
+    identity: dict[str, Any],
+    target_dtype: torch.dtype,
+    conversations: Sequence[Conversation],
+    layers: Sequence[int],
+    layout: Layout,
 ) -> dict[str, Any]:
+    """header.json without what the capture's own settings add."""
     return {
-        "version": VERSION,
+        "version": 1 if layout.is_first else 2,
         "layers": list(layers),
         "layer_convention": CONVENTION,
         "last": "after the final norm",
-        "dtype": dtype_name(feature_dtype(dtype)),
-        "last_dtype": dtype_name(last_dtype(dtype, target.dtype)),
-        "target_dtype": dtype_name(target.dtype),
-        "hidden_size": target.identity["hidden_size"],
-        "identity": target.identity,
+        "dtype": dtype_name(layout.aux_dtype),
+        "last_dtype": dtype_name(layout.last_dtype),
+        **({} if layout.is_first else {"store": layout.header()}),
+        "target_dtype": dtype_name(target_dtype),
+        "hidden_size": identity["hidden_size"],
+        "identity": identity,
         "data": conversations_fingerprint(conversations),
         "conversations": len(conversations),
         "tokens": sum(len(one.tokens) for one in conversations),
     }
 
 
-def _plan(conversations: Sequence[Conversation], header: dict[str, Any]) -> list[tuple[int, int]]:
-    row = row_bytes(len(header["layers"]), header["hidden_size"], header["dtype"])
-    return shard_plan([len(one.tokens) for one in conversations], row, header["shard_bytes"])
-
-
-def _same_header(folder: Path, header: dict[str, Any]) -> None:
+def same_header(folder: Path, header: dict[str, Any]) -> None:
     """A folder that was begun must have been begun with the same header (target names and revisions may differ)."""
     path = folder / "header.json"
     if not path.exists():
@@ -400,39 +411,31 @@ def _same_header(folder: Path, header: dict[str, Any]) -> None:
         return
     found = read_json(path)
     lines = identity_difference(header["identity"], found.get("identity", {}))
+    keys = [key for key in (*header, *(key for key in found if key not in header)) if key != "identity"]
     lines += [
-        f"{key} {found.get(key)!r} instead of {value!r}"
-        for key, value in header.items()
-        if key != "identity" and found.get(key) != value
+        f"{key} {found.get(key)!r} instead of {header.get(key)!r}" for key in keys if found.get(key) != header.get(key)
     ]
     if lines:
         raise ValueError(f"{folder} holds other features: {'; '.join(lines)}")
     header["identity"] = found["identity"]
 
 
-def _write_shard(
-    target: Target, conversations: Sequence[Conversation], header: dict[str, Any], dtype: str, path: Path
+def write_shard(
+    folder: Path,
+    number: int,
+    conversations: Sequence[Conversation],
+    samples: Iterable[tuple[int, Sample]],
+    header: dict[str, Any],
 ) -> None:
-    lengths = [len(one.tokens) for one in conversations]
-    offsets = [0, *accumulate(lengths)]
-    rows, width = offsets[-1], header["hidden_size"]
-    tensors = {
-        "tokens": torch.empty(rows, dtype=torch.int32),
-        "turns": torch.empty(rows, dtype=torch.int16),
-        "aux": torch.empty(rows, len(header["layers"]), width, dtype=DTYPES[header["dtype"]]),
-        "last": torch.empty(rows, width, dtype=DTYPES[header["last_dtype"]]),
-        "top1": torch.empty(rows, dtype=torch.int32),
-        "lse": torch.empty(rows, dtype=torch.float32),
-        "offsets": torch.tensor(offsets),
-    }
-    for index, sample in observe(target, conversations, header["layers"], header["batch_tokens"], dtype):
-        for name, values in tensors.items():
-            if name != "offsets":
-                values[offsets[index] : offsets[index + 1]] = getattr(sample, name)
-    mark, number = fingerprint(header), int(path.stem.removeprefix("shard-"))
+    """Write shard `number` and its sidecar. samples: (index, Sample) of each conversation, in any order."""
+    writer = ShardWriter(conversations, Layout.read(header))
+    for index, sample in samples:
+        writer.put(index, sample)
+    mark, path = fingerprint(header), _shard_path(folder, number)
     # One key alone: safetensors writes several in random order, and the bytes must not depend on it.
-    write_tensors(path, tensors, {"place": f"{mark}/{number}"})
-    write_json(path.with_suffix(".json"), _sidecar(conversations, number, mark, sha256_file(path), path.stat().st_size))
+    write_tensors(path, writer.tensors(), {"place": f"{mark}/{number}"})
+    sidecar = _sidecar(conversations, number, mark, sha256_file(path), path.stat().st_size)
+    write_json(_sidecar_path(folder, number), sidecar)
 
 
 def _sidecar(conversations: Sequence[Conversation], number: int, mark: str, sha256: str, size: int) -> dict[str, Any]:
@@ -473,7 +476,7 @@ def _sidecar_path(folder: Path, number: int) -> Path:
 
 
 @contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path) -> Iterator[None]:
     """Hold the folder against other captures, and clear what a killed one left half written."""
     handle = os.open(folder, os.O_RDONLY)
     try:

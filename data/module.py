@@ -20,7 +20,7 @@ class BatchSettings:
     """row_tokens: T, tokens per packed row (0: the longest conversation, rounded up to 64). rows: packed rows per
     micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes). workers: loader
     processes. seed: of the sample order. features: "store" reads the feature store, "online" runs the target while
-    training.
+    training. precision: that layers' outputs in the store must have (null: any; it is declared with the drafter).
     """
 
     row_tokens: int = 0
@@ -29,6 +29,7 @@ class BatchSettings:
     workers: int = 0
     seed: int = 0
     features: str = "store"
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         if self.features not in ("store", "online"):

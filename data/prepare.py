@@ -2,6 +2,8 @@
 
     headstart prepare data=jsonl data.path=prompts.jsonl target=any target.name=FOLDER
     headstart prepare data=answers_jsonl data.path=answers.jsonl dry_run=true
+    headstart prepare estimate=true shape=llama_70b sizes.tokens=1000000000
+    headstart prepare convert=PREPARED features.precision=int8
 
 Leaves in the run's folder: answers.jsonl (what the target wrote, if it did), conversations.jsonl, heldout.jsonl (what
 data.heldout kept out: prompts, or conversations where the rows had answers), features (a link to the store),
@@ -26,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from checkpoints.files import atomic, fingerprint, write_json
+from checkpoints.files import atomic, fingerprint, read_json, write_json
 from checkpoints.lock import launched_rank, only_run
 from checkpoints.run import known_groups, record, settings
 from data.answers import AnswerReport, AnswerSettings, answer
@@ -41,21 +43,23 @@ from data.conversations import (
     token_counts,
     write_conversations,
 )
+from data.convert import convert
 from data.embedded import cache_root
+from data.estimate import Shape, SizeSettings, TargetCard, show_sizes, size_table
 from data.features import (
     BATCH_TOKENS,
     SHARD_BYTES,
     capture,
     conversations_fingerprint,
     estimate_bytes,
-    feature_dtype,
 )
+from data.layout import StoreSettings
 from data.sources import SourceSettings
 from data.target import Target, TargetSettings
 from drafters.contract import check_layers, default_layers
 from drafters.vocabulary import coverage_curve
 
-GROUPS = ["target", "data", "answers", "answered_by", "features", "dry_run"]
+GROUPS = ["target", "data", "answers", "answered_by", "features", "dry_run", "estimate", "sizes", "shape", "convert"]
 ANSWERED_BY = ("auto", "target", "source")
 COVERAGE_SIZES = [2**i for i in range(10, 18)]
 
@@ -64,20 +68,36 @@ COVERAGE_SIZES = [2**i for i in range(10, 18)]
 class FeatureSettings:
     """How features are written.
 
-    write: false leaves conversations only. layers: target layer ids (null: the default three). dtype: of the store.
-    batch_tokens: positions in one forward, padding included. shard_bytes: of one shard. folder: of the store (null: in
-    the cache).
+    write: false leaves conversations only. layers: target layer ids (null: the default three). precision, last,
+    topk, teacher_at, share_prefixes: how they are kept, see data.layout.StoreSettings. batch_tokens: positions in
+    one forward, padding included. shard_bytes: of one shard. folder: of the store (null: in the cache).
     """
 
     write: bool = True
     layers: list[int] | None = None
-    dtype: str = "auto"
+    precision: str = "auto"
+    last: str = "auto"
+    topk: int = 0
+    teacher_at: str = "all"
+    share_prefixes: bool = False
     batch_tokens: int = BATCH_TOKENS
     shard_bytes: int = SHARD_BYTES
     folder: str | None = None
 
+    @property
+    def store(self) -> StoreSettings:
+        """How they are kept."""
+        return StoreSettings(self.precision, self.last, self.topk, self.teacher_at, self.share_prefixes)
+
+    def key(self) -> list[Any]:
+        """What a store in the cache is found again by."""
+        first: dict[str, Any] = {"write": self.write, "layers": self.layers, "dtype": self.precision}
+        first |= {"batch_tokens": self.batch_tokens, "shard_bytes": self.shard_bytes, "folder": self.folder}
+        more = asdict(self.store)
+        return [first] if self.store == StoreSettings(self.precision) else [first, more]
+
     def __post_init__(self) -> None:
-        feature_dtype(self.dtype)
+        StoreSettings(self.precision, self.last, self.topk, self.teacher_at, self.share_prefixes)
         for name in ("batch_tokens", "shard_bytes"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"features.{name} must be an integer >= 1, got {getattr(self, name)!r}")
@@ -98,10 +118,15 @@ def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
     source = settings(SourceSettings, config.data, "data")
     answering = settings(AnswerSettings, config.answers, "answers")
     wanted = settings(FeatureSettings, config.features, "features")
+    sizes = settings(SizeSettings, config.sizes, "sizes")
     if config.answered_by not in ANSWERED_BY:
         raise ValueError(f"answered_by must be one of {', '.join(ANSWERED_BY)}, got {config.answered_by!r}")
+    if config.estimate:
+        return estimate(config, sizes, source, answering, wanted, console)
     target = Target.load(**asdict(loading))
-    layers = feature_layers(wanted, target)
+    if config.convert is not None:
+        return converted(target, Path(config.convert), wanted, config, out, console)
+    layers = feature_layers(wanted, target.identity["num_layers"])
     own = config.answered_by == "target" or (config.answered_by == "auto" and source.source != "answers_jsonl")
     asked = None
     if own and config.dry_run and not (out / "answers.jsonl").exists():
@@ -120,7 +145,7 @@ def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
     write_conversations(out / "conversations.jsonl", conversations)
     summary = summarise(target, conversations, report, asked, layers)
     width = target.identity["hidden_size"]
-    summary["feature_bytes"] = estimate_bytes(conversations, len(layers), width, wanted.dtype, wanted.shard_bytes)
+    summary["feature_bytes"] = estimate_bytes(conversations, len(layers), width, wanted.store, wanted.shard_bytes)
     show(console, summary)
     if wanted.write and not config.dry_run:
         summary["features"] = str(write_features(target, conversations, layers, wanted, out / "features"))
@@ -173,17 +198,25 @@ def upper_bound(
 ) -> int:
     """Bytes of the features if every answer grew to max_new_tokens: what can be said before the target has answered."""
     template = Template(target.tokenizer, source.thinking, target.eos_ids)
+    rows = longest_rows(source, answering, template)
+    return estimate_bytes(rows, len(layers), target.identity["hidden_size"], wanted.store, wanted.shard_bytes)
+
+
+def longest_rows(source: SourceSettings, answering: AnswerSettings, template: Template) -> list[Conversation]:
+    """The source's prompts as conversations whose answers are as long as they may be."""
     longest = source.max_length or 1 << 40
     rows = []
     for prompt in read_prompts(source):
-        length = min(longest, len(template.prompt(prompt.messages)) + answering.max_new_tokens)
-        rows += [Conversation(prompt.id, prompt.domain, [0] * length, [0] * length)] * answering.samples
-    return estimate_bytes(rows, len(layers), target.identity["hidden_size"], wanted.dtype, wanted.shard_bytes)
+        tokens = template.prompt(prompt.messages)
+        room = min(longest - len(tokens), answering.max_new_tokens)
+        if room >= 0:
+            turns = [0] * len(tokens) + [1] * room
+            rows += [Conversation(prompt.id, prompt.domain, [*tokens, *[0] * room], turns)] * answering.samples
+    return rows
 
 
-def feature_layers(wanted: FeatureSettings, target: Target) -> tuple[int, ...]:
-    """The layers to capture, checked against the target; ValueError when they do not fit."""
-    depth = target.identity["num_layers"]
+def feature_layers(wanted: FeatureSettings, depth: int) -> tuple[int, ...]:
+    """The layers to capture of a target of `depth` layers; ValueError when they do not fit."""
     return default_layers(depth) if wanted.layers is None else check_layers(tuple(wanted.layers), depth, least=0)
 
 
@@ -192,7 +225,7 @@ def write_features(
 ) -> Path:
     """Capture into the store's folder, with a progress bar, and leave a link to it. Returns the folder."""
     data = conversations_fingerprint(conversations)
-    key = fingerprint([target.identity["weights"], str(target.dtype), data, list(layers), asdict(wanted)])
+    key = fingerprint([target.identity["weights"], str(target.dtype), data, list(layers), *wanted.key()])
     folder = Path(wanted.folder).expanduser() if wanted.folder else cache_root() / "features" / key
     began, done = time.perf_counter(), 0
     columns = [
@@ -209,13 +242,69 @@ def write_features(
             done += tokens
             bar.update(task, advance=tokens, rate=f"{done / (time.perf_counter() - began):.0f}")
 
-        limits = (wanted.batch_tokens, wanted.dtype, wanted.shard_bytes)
+        limits = (wanted.batch_tokens, wanted.store, wanted.shard_bytes)
         capture(target, conversations, layers, folder, *limits, advance)
+    return leave_link(folder, link)
+
+
+def leave_link(folder: Path, link: Path) -> Path:
+    """Let `link` point to a store's folder; returns where that really is."""
     if link.is_symlink():
         link.unlink()
     if link.resolve() != folder.resolve():
         os.symlink(folder.resolve(), link, target_is_directory=True)
     return folder.resolve()
+
+
+def converted(
+    target: Target, prepared: Path, wanted: FeatureSettings, config: DictConfig, out: Path, console: Console
+) -> dict[str, Any]:
+    """A prepared folder with the same conversations and features in the form that `features` says; the target reads
+    nothing anew."""
+    source = prepared / "features"
+    folder = Path(wanted.folder).expanduser() if wanted.folder else out / "store"
+    store = convert(target, source, folder, wanted.store, wanted.layers, wanted.shard_bytes)
+    with atomic(out / "conversations.jsonl") as temporary:
+        temporary.write_bytes((prepared / "conversations.jsonl").read_bytes())
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    summary = read_json(prepared / "prepare.json") | {
+        "layers": list(store.layers),
+        "feature_bytes": size,
+        "features": str(leave_link(folder, out / "features")),
+    }
+    write_json(out / "prepare.json", summary)
+    record(out, config, target=target.identity, data=summary["data"])
+    truth = f"check 4 on {store.truth:.2%} of a sample"
+    console.print(f"features: {store.layout.describe()}; {size / sum(store.lengths):,.0f} bytes a token; {truth}")
+    console.print(f"features: {summary['features']}", soft_wrap=True)
+    return summary
+
+
+def estimate(
+    config: DictConfig,
+    sizes: SizeSettings,
+    source: SourceSettings,
+    answering: AnswerSettings,
+    wanted: FeatureSettings,
+    console: Console,
+) -> dict[str, Any]:
+    """Print and return the bytes of each way to keep the features, without the target's weights."""
+    if config.get("shape") is not None:
+        shape = settings(Shape, config.shape, "shape")
+        rows = None
+    else:
+        card = TargetCard.load(settings(TargetSettings, config.target, "target"))
+        shape = card.shape
+        own = config.answered_by == "target" or (config.answered_by == "auto" and source.source != "answers_jsonl")
+        rows = None
+        if sizes.tokens is None and own:
+            rows = longest_rows(source, answering, Template(card.tokenizer, source.thinking, card.eos_ids))
+        elif sizes.tokens is None:
+            rows, _ = read_source(source, card.tokenizer, card.eos_ids, shape.vocab_size)
+    layers = feature_layers(wanted, shape.num_layers)
+    found = size_table(shape, len(layers), sizes, rows, wanted.store, wanted.shard_bytes)
+    show_sizes(console, shape, layers, found)
+    return found
 
 
 def summarise(

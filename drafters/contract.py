@@ -124,6 +124,8 @@ class Batch:
     draw while training; they draw by (seed, row number), never by the rank that holds a row. progress: share of
     training done, in [0, 1), for curricula. first_row, row_step: row b is number first_row + b * row_step of the
     micro-step's rows over all ranks. drafted: the drafter's own tokens after the anchors, when it trains on those.
+    top_ids [B, T, k] int64 and top_logp [B, T, k] float32: the target's k most likely tokens and their log
+    probabilities, where features hold those in place of `last`, which then has no width [B, T, 0].
     """
 
     tokens: Tensor
@@ -140,6 +142,8 @@ class Batch:
     drafted: Drafted | None = None
     first_row: int = 0
     row_step: int = 1
+    top_ids: Tensor | None = None
+    top_logp: Tensor | None = None
 
     @property
     def row_numbers(self) -> Tensor:
@@ -273,10 +277,12 @@ class Drafter(nn.Module, ABC):
     slot_convention: whether slot 1 is read from the anchor's own input row ("anchor_first") or from a mask row at the
     position it predicts ("fill_in"). mask_token: the input token of mask rows, if there are any. anchors_per_row: how
     many anchors training draws from each packed row (None: all). follows_drafts: whether `slots` reads a batch's
-    drafted tokens in every slot; where False, slots after a rejected draft cannot be trained. coupling: how sampled
-    proposals are verified (see eval.verification); "same_noise" for drafters that read the noise of the target's own
-    sampler. branching: how it drafts trees: "slots" when no slot reads drafted tokens, so that one pass tells the
-    distributions of all; "steps" when it goes from level to level; None when it drafts chains only.
+    drafted tokens in every slot; where False, slots after a rejected draft cannot be trained. reads_teacher: whether
+    `slots` itself reads the target's last hidden states where slots are supervised, so that features without them
+    cannot train it. coupling: how sampled proposals are verified (see eval.verification); "same_noise" for drafters
+    that read the noise of the target's own sampler. branching: how it drafts trees: "slots" when no slot reads drafted
+    tokens, so that one pass tells the distributions of all; "steps" when it goes from level to level; None when it
+    drafts chains only.
     """
 
     num_slots: int
@@ -288,6 +294,7 @@ class Drafter(nn.Module, ABC):
     anchors_per_row: int | None = None
     follows_drafts: bool = True
     branching: Literal["slots", "steps"] | None = None
+    reads_teacher: bool = False
     # Confidences [R, K] from peaks [R, K], fitted afterwards and loaded beside a head that gives none of its own.
     estimator: Callable[[Tensor], Tensor] | None = None
 

@@ -126,6 +126,7 @@ class KForcing(BlockDrafter):
 
     follows_drafts = False  # noises tell later slots what came before, not tokens: there is one branch to draft
     branching = None
+    reads_teacher = True  # pushes the target's own noise forward
 
     def __init__(
         self,

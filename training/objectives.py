@@ -140,6 +140,9 @@ MEASURES: dict[str, Callable[[Scored], Tensor]] = {
     for f in (soft_ce, hard_ce, data_ce, kl, reverse_kl, tv, l1, expected_acceptance, lk_alpha, lk_lambda, smooth_l1)
 }
 OWN = "own_"
+# What top-k tokens cannot say: the target's probability of a token that it holds unlikely, and its hidden state.
+WHOLE_TEACHER = ("reverse_kl", "smooth_l1")
+FLOOR = -1e4  # logit of a token that is not among the kept: its probability is 0 in float32, and 0 x FLOOR is 0
 LOGITS_AT_ONCE = 1 << 26
 
 
@@ -216,6 +219,15 @@ class Objective:
             SlotWeights(**self.weights)
         except TypeError as error:
             raise ValueError(f"objective weights: {error}") from error
+
+    def check_teacher(self, topk: int) -> None:
+        """ValueError when a term needs more of the target than its topk most likely tokens (0: all is there)."""
+        if topk and (unable := sorted(set(self.terms) & set(WHOLE_TEACHER))):
+            able = ", ".join(name for name in MEASURES if name not in WHOLE_TEACHER)
+            raise ValueError(
+                f"objective term(s) {', '.join(unable)} need the target's last hidden state, the features hold its "
+                f"{topk} most likely tokens: use {able}, or capture with features.topk=0"
+            )
 
     @property
     def slot_weights(self) -> SlotWeights:
@@ -294,7 +306,7 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     device, num_slots = slots.hidden.device, slots.hidden.shape[2]
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(device), objective)
     last, _, lse = batch.outputs()
-    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, last, lse, batch.progress)
+    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, last, lse, batch)
     chunk = objective.chunk or LOGITS_AT_ONCE // len(drafter.vocabulary)
     groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, chunk // num_slots))
     parameters = [p for p in drafter.parameters() if p.requires_grad]
@@ -327,7 +339,16 @@ class _Scorer:
     objective: Objective
     last: Tensor
     lse: Tensor
-    progress: float
+    batch: Batch
+
+    def teach(self, positions: Tensor) -> Tensor:
+        """The target's logits on the draft vocabulary [u, W] at flat positions [u]: whole, or the kept most likely
+        ones over a floor."""
+        if self.batch.top_ids is None or self.batch.top_logp is None:
+            return self.target.logits(self.last.flatten(0, 1)[positions])
+        ids, logp = (x.flatten(0, 1)[positions] for x in (self.batch.top_ids, self.batch.top_logp))
+        vocabulary = self.drafter.vocabulary
+        return top_logits(vocabulary.inverse.to(ids.device)[ids], logp, self.lse.flatten()[positions], len(vocabulary))
 
     def score(self, hidden: Tensor, group: Tensor) -> tuple[Scored, Tensor]:
         """hidden [G, K, D] of the group's anchors -> their supervised slots and where those stand [G, K]."""
@@ -337,7 +358,7 @@ class _Scorer:
         states, prev = hidden[supervised], labels.prev_ids[group][supervised]
         scored = Scored(
             logits=self.drafter.logits(states, prev),
-            teach=lambda: self.target.logits(last[positions]),
+            teach=lambda: self.teach(positions),
             lse=lse[positions],
             owner=owner,
             label=labels.label[group][supervised],
@@ -346,7 +367,7 @@ class _Scorer:
             hidden=states,
             last=last[where],
             supervised=supervised,
-            progress=self.progress,
+            progress=self.batch.progress,
         )
         return scored, supervised
 
@@ -408,6 +429,18 @@ def _add(kept: Tensor | None, new: Tensor | None) -> Tensor | None:
     if new is None or kept is None:
         return kept if new is None else new
     return kept.add_(new)
+
+
+def top_logits(ids: Tensor, logp: Tensor, lse: Tensor, width: int) -> Tensor:
+    """Logits [u, W] of the k kept tokens, FLOOR elsewhere. ids [u, k] draft ids, -1 outside the draft vocabulary; logp
+    [u, k] their log probabilities; lse [u].
+
+    p is exact on kept tokens and 0 on others: p_hat renormalises over the kept, alpha is at most the others' mass too
+    small.
+    """
+    whole = logp.new_full((len(ids), width + 1), FLOOR)
+    whole.scatter_(1, torch.where(ids < 0, width, ids), logp + lse[:, None])
+    return whole[:, :width]
 
 
 def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetParts, objective: Objective) -> Tensor:

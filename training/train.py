@@ -50,6 +50,7 @@ from training.optimizers import OptimizerSettings
 from training.progressive import Stage, begin
 from training.ranks import explained, launched_outside, stay_on_this_machine
 from training.self_forcing import SelfForcing, SelfForcingSettings
+from training.teacher import check_store
 
 GROUPS = (
     *("target", "prepared", "heldout", "drafter", "objective", "optimizer", "batch", "acceptance", "trainer"),
@@ -155,6 +156,11 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     recorded = held_out(heldout, target, drafter, accepting, out / "heldout.safetensors")
     acceptance = AcceptanceCallback(recorded, accepting)
     declared = {"prepared": prepared_as, "conversations": len(conversations)}
+    if isinstance(source, StoreSource):
+        held = check_store(source.store, batches.precision, drafter, objective, forcing.share > 0)
+        truth = f"{source.store.truth or 0:.2%}"
+        declared["features"] = {"holds": held, "truth": truth}
+        say("features", [f"{held}; check 4 on {truth} of a sample"])
     marks = {
         "target": target.identity["weights"],
         "data": conversations_fingerprint(conversations),

@@ -124,7 +124,8 @@ def test_heldout_rows_stay_out(tmp_path: Path, folder: Path) -> None:
         ("+features.tyop=1", r"unknown key\(s\) in features: tyop"),
         ("+tyop=1", r"unknown top-level key\(s\): tyop"),
         ("answered_by=nobody", "answered_by must be one of auto, target, source, got 'nobody'"),
-        ("features.dtype=int4", "feature dtype must be auto"),
+        ("features.precision=int3", "a precision of features must be one of auto, bfloat16"),
+        ("features.topk=-1", "topk must be a whole number"),
         ("features.layers=[3,9]", r"ids in 0\.\.4, got \[3, 9\]"),
     ],
 )
