@@ -34,11 +34,11 @@ ENTRIES = {
     "export": ("checkpoints.export", "write, lint, verify or import what engines load; extract, stitch"),
     "doctor": ("eval.doctor", "my acceptance is low: which convention of a head is wrong, by measurement"),
     "compare": ("training.compare", "train several drafters on one budget and measure them side by side"),
-    "bench": ("eval.bench", "step times of a target and a drafter on the running machine"),
+    "bench": ("eval.bench", "step times on the running machine: a target and a drafter, or a training step (train)"),
     "simulate": ("eval.serving", "serving under load on a described machine: schedulers, Pareto curve, best K"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
-FIRST_WORDS = {"export": ("lint", "verify", "import", "extract", "stitch", "push"), "bench": ("profile",)}
+FIRST_WORDS = {"export": ("lint", "verify", "import", "extract", "stitch", "push"), "bench": ("profile", "train")}
 SOURCES = (".py", ".yaml", ".jsonl")
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
 
@@ -63,7 +63,8 @@ def main() -> None:
         sys.argv.append(f"hydra.job.name={command}")
         {"demo": demo, "export": export}[command]()
     else:
-        module = ENTRIES[command][0]
+        # Training's room measures training steps; everything else of `bench` is eval's.
+        module = "training.bench" if command == "bench" and "action=train" in words else ENTRIES[command][0]
         # Lightning starts further ranks by what __main__ says it is: `python -m MODULE` with the words that are left.
         sys.modules["__main__"].__spec__ = importlib.util.find_spec(module)
         importlib.import_module(module).main()

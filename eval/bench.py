@@ -41,7 +41,15 @@ from eval.verification import verify_greedy
 FILE = "steps.json"
 ROUNDS_FILE = "rounds.json"
 ACTIONS = ("profile", "rounds")
-GROUPS = ("action", "target", "drafter_dir", "hardware", "hardware_engine")
+GROUPS = ("action", "target", "drafter_dir", "hardware", "hardware_engine", "train")
+SHAPE = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 30,
+    "vocab_size": 49152,
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,28 @@ class ProfileSettings:
                 raise ValueError(f"{name} must be ascending numbers from 1 on, got {values}")
         if self.repeats < 1 or self.context <= max(self.slots):
             raise ValueError(f"repeats must be at least 1 and context above {max(self.slots)}, got {self}")
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The train group, which training.bench reads. drafters: names in conf/drafter, null for all. num_slots: K of each.
+    rows, tokens: of the batch. repeats: timed steps, the fastest counts. naive: measure the naive twin too. shape: the
+    target's sizes (a Llama's config keys), which decide everything; its values decide nothing."""
+
+    drafters: list[str] | None = None
+    num_slots: int = 5
+    rows: int = 1
+    tokens: int = 128
+    repeats: int = 2
+    naive: bool = True
+    shape: dict[str, int] = field(default_factory=lambda: dict(SHAPE))
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_slots", 2), ("rows", 1), ("tokens", 16), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"train.{name} must be at least {least}, got {getattr(self, name)}")
+        if set(self.shape) != set(SHAPE) or any(value < 1 for value in self.shape.values()):
+            raise ValueError(f"train.shape must give {', '.join(SHAPE)}, each at least 1, got {self.shape}")
 
 
 @torch.no_grad()
@@ -226,6 +256,9 @@ def run(config: DictConfig, folder: Path) -> Path:
     """Profile as configured; writes steps.json or rounds.json, and run.json, into folder; returns the file's path."""
     own = list(ProfileSettings.__dataclass_fields__)
     known_groups(config, *GROUPS, *own)
+    settings(StepSettings, config.train, "train")
+    if config.action == "train":
+        raise ValueError("action=train is `headstart bench train`, or python -m training.bench")
     if config.action not in ACTIONS:
         raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {config.action!r}")
     given = {name: config[name] for name in own if name in config}

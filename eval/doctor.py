@@ -8,7 +8,7 @@ table). Leaves doctor.json; exit status 1 when something is wrong.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,19 @@ def _plain(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def examine(target: Target, folder: Path, asking: Asking, prepared: Prepared | None = None) -> Findings:
-    """Check a head's folder on a target. ValueError when the folder holds no head, or nothing can be asked."""
+def examine(
+    target: Target,
+    folder: Path,
+    asking: Asking,
+    prepared: Prepared | None = None,
+    watch: Callable[[str], None] | None = None,
+) -> Findings:
+    """Check a head's folder on a target. watch: told the name of each check before it starts. ValueError when the
+    folder holds no head, or nothing can be asked."""
     if not asking.prompts:
         raise ValueError("the doctor needs at least one prompt")
     case = Case(target, admit(folder, target.parts, asking.num_slots), asking, prepared)
-    return Findings(str(folder), dict(target.identity), diagnose(case))
+    return Findings(str(folder), dict(target.identity), diagnose(case, watch))
 
 
 def run(config: DictConfig, out: Path, console: Console) -> Findings:
@@ -114,7 +121,14 @@ def run(config: DictConfig, out: Path, console: Console) -> Findings:
     prepared = None if chosen.prepared is None else Prepared.read(Path(chosen.prepared).expanduser())
     target = Target.load(**asdict(loading))
     asking = Asking(prompts, chosen.thinking, chosen.num_slots, chosen.max_new_tokens, chosen.batch_size)
-    found = examine(target, Path(chosen.drafter_dir).expanduser(), asking, prepared)
+    with Console(stderr=True).status("reading the head") as status:
+        found = examine(
+            target,
+            Path(chosen.drafter_dir).expanduser(),
+            asking,
+            prepared,
+            lambda name: status.update(f"checking {name}; drafting under other conventions takes the longest"),
+        )
     record(out, config, target=target.identity)
     write_json(out / FILE, found.as_dict())
     if chosen.json:
