@@ -5,7 +5,8 @@ own token     The target has its own token after every node: its argmax (greedy)
               The text is the target's own, whatever the tree: exact for every tree of a drafter that does not read the
               noise.
 chosen        children that were picked without chance (top-k): each stands with the target's probability of it; once
-              refused, it is taken out of p (arXiv 2401.15077). min(1, p / q) is wrong here: such children were not drawn from q.
+              refused, it is taken out of p (arXiv 2401.15077). min(1, p / q) is wrong here: such children were not
+              drawn from q.
 drawn without replacement (recursive rejection: Sequoia, arXiv 2402.12374; RSD, arXiv 2402.14160)
               each child stands with min(1, p / q); refused, p <- (p - q)+ and q <- q without it, both made whole again.
 drawn with replacement (SpecInfer's multi-round rule, arXiv 2305.09781)
