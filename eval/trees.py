@@ -116,8 +116,9 @@ class Tree:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         names = ("tokens", "parents", "depths", "children", "given")
-        held: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: change(tensor) for name, tensor in held.items() if tensor is not None})
+        held = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if tensor is not None}
+        return replace(self, **changed)
 
     def ancestors(self) -> Tensor:
         """[R, N+1, N+1] bool: which nodes (second index) a node sees: itself and those it comes from."""

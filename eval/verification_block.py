@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafters.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, counter_uniform, draw
-from eval.verification import Verdict, emitted, row_of
+from eval.verification import Verdict, acceptance, emitted, row_of
 
 
 def running(p: Tensor, tokens: Tensor, q: Tensor | None) -> Tensor:
@@ -46,6 +46,16 @@ def chances(p: Tensor, tokens: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor
     total = rest + 1 - inner
     share = torch.where(total > 0, rest / total.clamp_min(torch.finfo(total.dtype).tiny), torch.ones_like(total))
     return torch.cat([share, kept[:, -1:]], 1), kept
+
+
+def expected(p: Tensor, tokens: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean drafts kept [R] of proposals that were made, over u alone: by the chain rule and by this one. Shapes as in
+    `running`."""
+    at = tokens[..., None]
+    given = None if q is None else q.gather(-1, at)[..., 0]
+    chain = acceptance(p[:, :-1].gather(-1, at)[..., 0], given).cumprod(-1).sum(-1)
+    missed = 1 - chances(p, tokens, q)[0]
+    return chain, (1 - missed.flip(-1).cumprod(-1)).sum(-1)  # the chance that slot k or a later one passes, over k
 
 
 def verify_block(p: Tensor, tokens: Tensor, q: Tensor | None, seeds: Tensor, positions: Tensor) -> Verdict:
