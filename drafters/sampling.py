@@ -11,7 +11,7 @@ from torch import Tensor
 
 # What a random number is for: no two purposes share one.
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, TRAIN_STREAM, ANSWER_STREAM, ANCHOR_STREAM = 1, 2, 3, 4, 5, 6
-FORCING_STREAM = 7
+FORCING_STREAM, ROUND_STREAM = 7, 8
 # What the target's own sampler draws the token at a position from. A drafter that reads it is verified by the same
 # noise, never by rejection: there the corrected token would be drawn from a number that the proposal depends on.
 NOISE_STREAM = RESIDUAL_STREAM
@@ -82,6 +82,15 @@ def counter_uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
     state = mix(seeds * golden + stream)
     state = mix(state ^ (positions * golden + golden))
     return shift(state, 11).double() * 2.0**-53
+
+
+def round_seeds(seeds: Tensor, anchors: Tensor) -> Tensor:
+    """Seeds [R] of one round's own, of requests' seeds [R] and their anchors' positions [R].
+
+    Where a round's outcome depends on numbers of positions behind its end (block verification), the next round must not
+    read those numbers again: they are no longer uniform, given the outcome.
+    """
+    return (counter_uniform(seeds, anchors, ROUND_STREAM) * 2.0**53).long()
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
