@@ -107,6 +107,7 @@ class Target:
         head = self._anatomy.head
         self._head = PackedLinear(head, self._anatomy.head_bias) if pack_linears(model) and packable(head) else None
         self._together: Together | None = None
+        self._shown: TargetParts | None = None
         self._check_anatomy()
 
     @classmethod
@@ -190,7 +191,7 @@ class Target:
     def to(self, device: torch.device | str) -> Self:
         """Move a model that accelerate has not spread; updates the shared parts."""
         self.model.to(device)
-        self._anatomy, self._head = anatomy(self.model), None
+        self._anatomy, self._head, self._shown = anatomy(self.model), None, None
         return self
 
     def forward(
@@ -249,9 +250,11 @@ class Target:
     def logits(self, last: Tensor) -> Tensor:
         """The target's logits of last hidden states. last [..., D] -> [..., V], on the head's device."""
         last = last.to(self._anatomy.head.device)
+        if self._shown is None:
+            self._shown = self.parts  # asks the tokenizer: half a millisecond, too much for every round
         if self._head is not None and last.dtype == torch.float32:
-            return self.parts.shape_logits(self._head(last))
-        return self.parts.logits(last)
+            return self._shown.shape_logits(self._head(last))
+        return self._shown.logits(last)
 
     @torch.inference_mode()
     def own_top1(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:

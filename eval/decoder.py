@@ -140,16 +140,16 @@ def generate(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
-    group: "Callable[..., Group] | None" = None,
+    group: "Callable[..., _Group] | None" = None,
 ) -> list[Generation]:
     """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
 
     A request's tokens do not depend on the others in its group, up to the rounding of batched kernels. seeds: one per
     prompt; by default settings.seed + its index. clock: filled when given (a GPU is then waited for at every stage).
     watch: called after each round, outside the clock, with the requests that ended and the tokens that were written.
-    group: makes the loop of each group of prompts (default: Group, whose host waits for every round; see eval.steady
-    and eval.tree_decoder). ValueError for an empty prompt, one that leaves no room in the target's positions, or a
-    target without plain KV cache.
+    group: how requests decode together (eval.steady, eval.tree_decoder; default: the host waits for every round).
+    ValueError for an empty prompt, one that leaves no room in the target's positions, or a target without plain KV
+    cache.
     """
     check_cacheable(target.model)
     _check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
@@ -164,15 +164,15 @@ def generate(
     try:
         for start in range(0, len(order), settings.batch_size):
             chosen = order[start : start + settings.batch_size]
-            own = (group or Group)(target, drafter, settings, clock, watch)
-            own.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
+            made = (group or _Group)(target, drafter, settings, clock, watch)
+            made.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
     finally:
         if drafter is not None:
             drafter.train(training)
     return results
 
 
-class Group:
+class _Group:
     """Requests that are decoded together until the last has ended; those that end earlier leave the target's batch.
 
     `run` is `open` (read the prompts), `rounds` and `close`; other loops replace `rounds`.

@@ -5,6 +5,7 @@ prefix and the first rejection. vLLM estimates acceptance in the same form, from
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,8 +27,14 @@ class Estimator:
     def __call__(self, peaks: Tensor) -> Tensor:
         if peaks.shape[-1] > len(self.biases):
             raise ValueError(f"the estimator was fitted for {len(self.biases)} slots, got {peaks.shape[-1]}")
-        biases = torch.tensor(self.biases, dtype=peaks.dtype, device=peaks.device)[: peaks.shape[-1]]
+        biases = _placed(tuple(self.biases), peaks.dtype, peaks.device)[: peaks.shape[-1]]
         return torch.sigmoid(self.weight * torch.logit(peaks, eps=EDGE) + biases)
+
+
+@lru_cache(maxsize=16)
+def _placed(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, sent there once: sending them in every round would wait."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def fit_estimator(peaks: Tensor, accepted: Tensor, proposed: Tensor) -> Estimator:

@@ -5,7 +5,7 @@ the noise of that position, so cutting changes no distribution as long as the cu
 
 What is looked at: confidences of a slot read the drafted tokens before it. Confidences of older rounds read drafts at
 places that are drafted again later, so no place is drafted twice from the same random number: the drafter's seeds
-change with the round (`renew`).
+change with the round (drafters.sampling.round_seeds).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,6 @@ from eval.scheduler import NAMES, FallBack, Load, Prefix, Scheduler, Threshold, 
 from eval.verification import Verdict
 
 VERIFIED_BY = ("rejection", "same_noise", "same_noise_ranked")
-ROUND = 0x5851F42D4C957F2D  # odd: seeds of 2^64 rounds all differ
 
 
 def cut_short(verdict: Verdict, limits: Tensor, own: Tensor) -> Verdict:
@@ -77,10 +76,6 @@ class Scheduled:
             raise ValueError("this schedule reads confidences, and the drafter gives neither confidences nor q_max")
         sure = torch.where(alive.to(sure.device)[:, None], sure, 0.0)
         return self.scheduler.decide(sure, self.load).to(alive.device)
-
-    def renew(self, seeds: Tensor) -> None:
-        """Seeds of the drafts of a new round, in place."""
-        seeds.add_(ROUND)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from data.target import Features, Target
 from drafters.contract import Drafter, Proposal
+from drafters.sampling import round_seeds
 from eval.captured import Parts, Pinned
-from eval.decoder import Clock, DecodeSettings, Generation, Group
+from eval.decoder import Clock, DecodeSettings, Generation, _Group
 from eval.drafted import draft, stored_bytes
 from eval.placed import PlacedCache
 from eval.scheduled import Scheduled, cut_short
@@ -69,7 +70,7 @@ class Loop:
     def group(self) -> Callable[..., Any]:
         """What eval.decoder.generate makes groups by."""
         if self.kind == "waiting":
-            return Group
+            return _Group
         return partial(SteadyGroup if self.kind == "steady" else HalvesGroup, self)
 
 
@@ -130,8 +131,8 @@ class Flight:
     end: Mark
 
 
-class SteadyGroup(Group):
-    """Requests that are decoded together, as in eval.decoder.Group, by rounds that do not wait."""
+class SteadyGroup(_Group):
+    """Requests that are decoded together, as in eval.decoder, by rounds that do not wait."""
 
     def __init__(
         self,
@@ -198,7 +199,6 @@ class SteadyGroup(Group):
         )
         del self.cache
         self.end_ids = torch.tensor(sorted(self.ends), device=device)
-        self.draft_seeds = self.all_seeds.to(self.like.device).clone()
         self.pinned = None if self.drafter is None else Pinned(self.state)
         self.waits: list[Flight] = []
         self.kept: tuple[Verified, int] | None = None
@@ -220,7 +220,7 @@ class SteadyGroup(Group):
                 self.track = self.track.select(index)
             whole = len(self.held) == len(self.all_seeds)
             self.rows = None if whole else torch.tensor(self.held, device=self.like.device)
-            changed = [*self.track.tensors, self.draft_seeds, *(self.pinned.tensors if self.pinned else ())]
+            changed = [*self.track.tensors, *(self.pinned.tensors if self.pinned else ())]
             self.parts = Parts(self.on_gpu, changed)
 
     # A round
@@ -279,9 +279,7 @@ class SteadyGroup(Group):
             return Proposal(self.track.anchors.new_empty(len(self.held), 0))
         settings, schedule = self.settings, self.schedule
         noted = settings.peaks or (schedule is not None and schedule.reads_confidences)
-        if schedule is not None and self.verification == "rejection":
-            schedule.renew(self.draft_seeds)
-        made = draft(self.drafter, self.state, depth, settings.sampling, self.draft_seeds, noted)
+        made = draft(self.drafter, self.state, depth, settings.sampling, self._draft_seeds(), noted)
         assert self.pinned is not None
         self.pinned.settle()
         parts = [made.tokens, made.probs, made.confidences, made.peaks]
@@ -290,6 +288,17 @@ class SteadyGroup(Group):
         tokens, *others = parts
         assert tokens is not None
         return Proposal(tokens.to(self.target.device), *others)
+
+    def _draft_seeds(self) -> Tensor:
+        """Seeds [S] of this round's drafts. Where a round's outcome has read numbers behind its end, the next round
+        must not draft from those again (eval.scheduled): the anchor's position goes into the seed."""
+        seeds = self.all_seeds.to(self.like.device)
+        if self.verification != "block" and (self.schedule is None or self.verification != "rejection"):
+            return seeds
+        anchors = self.track.positions.to(seeds.device)
+        if self.rows is not None:
+            anchors = torch.zeros_like(seeds).index_copy_(0, self.rows, anchors)
+        return round_seeds(seeds, anchors)
 
     def _verify_round(self, depth: int, shown: int) -> Verified:
         track, proposal, device = self.track, self.proposal, self.target.device
