@@ -58,9 +58,13 @@ class Plan:
         self._starts = [0]
         self._epochs: list[list[list[list[int]]]] = []
 
+    @staticmethod
+    def generator(seed: int, epoch: int) -> torch.Generator:
+        """What an epoch's order is drawn from."""
+        return torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+
     def _epoch(self, number: int) -> list[list[list[int]]]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        order = torch.randperm(len(self.lengths), generator=self.generator(self.seed, number)).tolist()
         rows = pack(self.lengths, self.row_tokens, order)
         return [rows[i : i + self.rows] for i in range(0, len(rows), self.rows)]
 

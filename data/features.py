@@ -71,8 +71,8 @@ def observe(
             length = len(one.tokens)
             last, aux = features.last[row, :length], features.aux[row, :length]
             for place, layer in enumerate(layers):
-                _check_range(aux[:, place], kept, f"{one.id}: output of layer {layer}")
-            _check_range(last, kept_last, f"{one.id}: last hidden state")
+                feature_range(aux[:, place], kept, f"{one.id}: output of layer {layer}")
+            feature_range(last, kept_last, f"{one.id}: last hidden state")
             top1, lse = readout(target, last)
             yield (
                 index,
@@ -230,8 +230,13 @@ class FeatureStore:
         A store of top-k tokens has no hidden state to put through the head: there the most likely token must be top1
         and its probabilities those of a distribution, which shows damage but not another target's head.
         """
+        step = max(1, len(self) // max(1, positions // 64))
+        return self.check_truth_of(range(0, len(self), step), parts, positions)
+
+    def check_truth_of(self, indices: Iterable[int], parts: TargetParts, positions: int = LOAD_SAMPLE) -> float:
+        """Check 4 on these conversations, until `positions` are read."""
         found, read = [], 0
-        for index in range(0, len(self), max(1, len(self) // max(1, positions // 64))):
+        for index in indices:
             shard, start, stop = self._where(index)
             found.append(shard.taught(start, stop))
             read += len(found[-1]["top1"])
@@ -257,7 +262,7 @@ class FeatureStore:
             _check_shard(self.folder, number, fingerprint(self.header), whole=True)
             self._unverified.discard(number)
         if number not in self._readers:
-            handle = safe_open(_shard_path(self.folder, number), framework="pt")
+            handle = safe_open(shard_path(self.folder, number), framework="pt")
             self._readers[number] = ShardReader(handle, self.layout)
         return self._readers[number]
 
@@ -278,7 +283,7 @@ def estimate_bytes(
     for number, (start, stop) in enumerate(plan_of(conversations, layout, shard_bytes)):
         chosen = conversations[start:stop]
         total += shard_size(chosen, layout) + 40 + 75 * layout.tensors
-        sidecar = _sidecar(chosen, number, "0" * 16, "0" * 64, total)
+        sidecar = sidecar_of(chosen, number, "0" * 16, "0" * 64, total)
         total += len(json.dumps(sidecar, indent=2, ensure_ascii=False).encode())
     return total
 
@@ -348,7 +353,8 @@ def top_truth(ids: Tensor, logp: Tensor, top1: Tensor, where: str) -> float:
     return share
 
 
-def _check_range(values: Tensor, dtype: torch.dtype, what: str) -> None:
+def feature_range(values: Tensor, dtype: torch.dtype, what: str) -> None:
+    """ValueError when values are not finite or beyond a dtype's range; `what` names them."""
     largest = float(values.abs().max())
     if not largest <= torch.finfo(dtype).max:
         raise ValueError(
@@ -431,14 +437,15 @@ def write_shard(
     writer = ShardWriter(conversations, Layout.read(header))
     for index, sample in samples:
         writer.put(index, sample)
-    mark, path = fingerprint(header), _shard_path(folder, number)
+    mark, path = fingerprint(header), shard_path(folder, number)
     # One key alone: safetensors writes several in random order, and the bytes must not depend on it.
     write_tensors(path, writer.tensors(), {"place": f"{mark}/{number}"})
-    sidecar = _sidecar(conversations, number, mark, sha256_file(path), path.stat().st_size)
+    sidecar = sidecar_of(conversations, number, mark, sha256_file(path), path.stat().st_size)
     write_json(_sidecar_path(folder, number), sidecar)
 
 
-def _sidecar(conversations: Sequence[Conversation], number: int, mark: str, sha256: str, size: int) -> dict[str, Any]:
+def sidecar_of(conversations: Sequence[Conversation], number: int, mark: str, sha256: str, size: int) -> dict[str, Any]:
+    """What stands beside a finished shard."""
     return {
         "shard": number,
         "header": mark,
@@ -452,7 +459,7 @@ def _sidecar(conversations: Sequence[Conversation], number: int, mark: str, sha2
 
 def _check_shard(folder: Path, number: int, mark: str, whole: bool) -> dict[str, Any]:
     """The sidecar of a good shard. whole: hash the file too. ValueError names the shard and what is wrong with it."""
-    path, beside = _shard_path(folder, number), _sidecar_path(folder, number)
+    path, beside = shard_path(folder, number), _sidecar_path(folder, number)
     if not beside.exists():
         raise ValueError(f"{path.name} in {folder} is unfinished: the capture was stopped; run prepare again to resume")
     sidecar: dict[str, Any] = read_json(beside)
@@ -467,7 +474,13 @@ def _check_shard(folder: Path, number: int, mark: str, whole: bool) -> dict[str,
     return sidecar
 
 
-def _shard_path(folder: Path, number: int) -> Path:
+def shard_finished(folder: Path, number: int) -> bool:
+    """Whether shard `number` was written to its end."""
+    return _sidecar_path(folder, number).exists()
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Where shard `number` lies."""
     return folder / f"shard-{number:05d}.safetensors"
 
 

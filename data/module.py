@@ -20,7 +20,8 @@ class BatchSettings:
     """row_tokens: T, tokens per packed row (0: the longest conversation, rounded up to 64). rows: packed rows per
     micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes). workers: loader
     processes. seed: of the sample order. features: "store" reads the feature store, "online" runs the target while
-    training. precision: that layers' outputs in the store must have (null: any; it is declared with the drafter).
+    training, "queue" reads a store that producers are still filling. precision: that layers' outputs in the store
+    must have (null: any; it is declared with the drafter).
     """
 
     row_tokens: int = 0
@@ -32,8 +33,8 @@ class BatchSettings:
     precision: str | None = None
 
     def __post_init__(self) -> None:
-        if self.features not in ("store", "online"):
-            raise ValueError(f'batch features must be "store" or "online", got {self.features!r}')
+        if self.features not in ("store", "online", "queue"):
+            raise ValueError(f'batch features must be "store", "online" or "queue", got {self.features!r}')
 
 
 class SampleSource(Protocol):

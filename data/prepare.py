@@ -46,14 +46,8 @@ from data.conversations import (
 from data.convert import convert
 from data.embedded import cache_root
 from data.estimate import Shape, SizeSettings, TargetCard, show_sizes, size_table
-from data.features import (
-    BATCH_TOKENS,
-    SHARD_BYTES,
-    capture,
-    conversations_fingerprint,
-    estimate_bytes,
-)
-from data.layout import StoreSettings
+from data.features import conversations_fingerprint, estimate_bytes
+from data.produce import FeatureSettings, produce
 from data.sources import SourceSettings
 from data.target import Target, TargetSettings
 from drafters.contract import check_layers, default_layers
@@ -62,45 +56,6 @@ from drafters.vocabulary import coverage_curve
 GROUPS = ["target", "data", "answers", "answered_by", "features", "dry_run", "estimate", "sizes", "shape", "convert"]
 ANSWERED_BY = ("auto", "target", "source")
 COVERAGE_SIZES = [2**i for i in range(10, 18)]
-
-
-@dataclass(frozen=True)
-class FeatureSettings:
-    """How features are written.
-
-    write: false leaves conversations only. layers: target layer ids (null: the default three). precision, last,
-    topk, teacher_at, share_prefixes: how they are kept, see data.layout.StoreSettings. batch_tokens: positions in
-    one forward, padding included. shard_bytes: of one shard. folder: of the store (null: in the cache).
-    """
-
-    write: bool = True
-    layers: list[int] | None = None
-    precision: str = "auto"
-    last: str = "auto"
-    topk: int = 0
-    teacher_at: str = "all"
-    share_prefixes: bool = False
-    batch_tokens: int = BATCH_TOKENS
-    shard_bytes: int = SHARD_BYTES
-    folder: str | None = None
-
-    @property
-    def store(self) -> StoreSettings:
-        """How they are kept."""
-        return StoreSettings(self.precision, self.last, self.topk, self.teacher_at, self.share_prefixes)
-
-    def key(self) -> list[Any]:
-        """What a store in the cache is found again by."""
-        first: dict[str, Any] = {"write": self.write, "layers": self.layers, "dtype": self.precision}
-        first |= {"batch_tokens": self.batch_tokens, "shard_bytes": self.shard_bytes, "folder": self.folder}
-        more = asdict(self.store)
-        return [first] if self.store == StoreSettings(self.precision) else [first, more]
-
-    def __post_init__(self) -> None:
-        StoreSettings(self.precision, self.last, self.topk, self.teacher_at, self.share_prefixes)
-        for name in ("batch_tokens", "shard_bytes"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"features.{name} must be an integer >= 1, got {getattr(self, name)!r}")
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="prepare")
@@ -147,6 +102,7 @@ def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
     width = target.identity["hidden_size"]
     summary["feature_bytes"] = estimate_bytes(conversations, len(layers), width, wanted.store, wanted.shard_bytes)
     show(console, summary)
+    write_json(out / "prepare.json", summary)
     if wanted.write and not config.dry_run:
         summary["features"] = str(write_features(target, conversations, layers, wanted, out / "features"))
     write_json(out / "prepare.json", summary)
@@ -234,6 +190,9 @@ def write_features(
         TextColumn("{task.fields[rate]} tokens/s, left"),
         TimeRemainingColumn(),
     ]
+    if wanted.queue_settings.on:  # trainers may begin now
+        folder.mkdir(parents=True, exist_ok=True)
+        leave_link(folder, link)
     with Progress(*columns) as bar:
         task = bar.add_task("features", total=sum(len(one.tokens) for one in conversations), rate=0)
 
@@ -242,8 +201,7 @@ def write_features(
             done += tokens
             bar.update(task, advance=tokens, rate=f"{done / (time.perf_counter() - began):.0f}")
 
-        limits = (wanted.batch_tokens, wanted.store, wanted.shard_bytes)
-        capture(target, conversations, layers, folder, *limits, advance)
+        produce(target, conversations, layers, folder, wanted, advance)
     return leave_link(folder, link)
 
 

@@ -35,6 +35,7 @@ from data.collate import Plan
 from data.conversations import Conversation, read_conversations, read_prompts, token_counts
 from data.features import FeatureStore, conversations_fingerprint
 from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, StoreSource
+from data.queue import QueueSource
 from data.sources import SourceSettings
 from data.target import Target, TargetSettings
 from drafters.contract import Drafter
@@ -156,9 +157,11 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     recorded = held_out(heldout, target, drafter, accepting, out / "heldout.safetensors")
     acceptance = AcceptanceCallback(recorded, accepting)
     declared = {"prepared": prepared_as, "conversations": len(conversations)}
-    if isinstance(source, StoreSource):
+    if isinstance(source, QueueSource):
+        source.follow(data.plan)
+    if isinstance(source, StoreSource | QueueSource):
         held = check_store(source.store, batches.precision, drafter, objective, forcing.share > 0)
-        truth = f"{source.store.truth or 0:.2%}"
+        truth = "none yet" if source.store.truth is None else f"{source.store.truth:.2%}"
         declared["features"] = {"holds": held, "truth": truth}
         say("features", [f"{held}; check 4 on {truth} of a sample"])
     marks = {
@@ -259,6 +262,8 @@ def feature_source(
     """The store beside the conversations, or the target itself; both checked against the drafter's needs."""
     if batches.features == "online":
         return OnlineSource(target, conversations, drafter.needs.layers, "auto", 4096)
+    if batches.features == "queue":
+        return QueueSource(prepared / "features", conversations, target.identity, drafter.needs.layers, target.parts)
     store = FeatureStore.open(prepared / "features", target.identity, drafter.needs.layers, "lazy", target.parts)
     names = [one.id for one in conversations]
     whole = len(names) == len(store)

@@ -1,0 +1,200 @@
+"""Features from a running vLLM server: its hidden-state extraction, over a folder that both sides see.
+
+    headstart prepare ... features.server='{base_url: http://127.0.0.1:8000/v1, model: NAME, folder: /shared/states}'
+
+The server runs with what `engine_arguments` gives. It reads each conversation as a prompt, writes the layers' outputs
+to the folder and names the file in its reply; we take what the store keeps and delete the file. The engine counts
+layers by what goes in (its id i + 1 is our layer i's output), and its last one is before the final norm, which we
+apply. The target is loaded here too, for its norm and head, and to prove that the server's weights and layers are ours.
+
+Letters in shapes: T tokens, L captured layers, D hidden width, E extracted layers.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from checkpoints.files import read_tensors
+from data.conversations import Conversation
+from data.features import feature_range, readout, with_top
+from data.layout import Sample, StoreSettings
+from data.target import Target, feature_truth
+
+COSINE = 0.999
+PROBED = 4  # conversations that the target reads here, too
+PROBE_TOKENS = 128
+CPU_CONNECTOR = ("CpuHiddenStatesConnector", "headstart_vllm_states")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """base_url ends in /v1. model: the served name. folder: where the server writes, as seen from here. concurrency:
+    requests in flight. timeout: seconds for one. api_key_env: environment variable that holds the key."""
+
+    base_url: str
+    model: str
+    folder: str
+    concurrency: int = 16
+    timeout: float = 600.0
+    api_key_env: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"features.server.base_url must start with http:// or https://, got {self.base_url!r}")
+        if self.concurrency < 1:
+            raise ValueError(f"features.server.concurrency must be at least 1, got {self.concurrency}")
+
+
+def engine_layers(layers: Sequence[int], depth: int) -> list[int]:
+    """The engine's ids of our layers and of what goes into the final norm of a target of `depth` layers."""
+    return sorted({*(layer + 1 for layer in layers), depth})
+
+
+def engine_arguments(layers: Sequence[int], depth: int, folder: str, cpu: bool = False) -> list[str]:
+    """Arguments of `vllm serve` that make it show these layers. cpu: with our connector (data/vllm_states.py, on the
+    server's PYTHONPATH as headstart_vllm_states.py), because the engine's own needs a GPU."""
+    ids = {"eagle_aux_hidden_state_layer_ids": engine_layers(layers, depth)}
+    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    transfer: dict[str, Any] = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+    if cpu:
+        transfer |= {"kv_connector": CPU_CONNECTOR[0], "kv_connector_module_path": CPU_CONNECTOR[1]}
+    transfer["kv_connector_extra_config"] = {"shared_storage_path": folder}
+    return [
+        "--no-enable-prefix-caching",  # a cached prefix would not be shown again
+        "--speculative-config",
+        json.dumps(speculative | {"draft_model_config": {"hf_config": ids}}),
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    ]
+
+
+class Engine:
+    """A server whose weights and layers `check` has compared with the target's."""
+
+    def __init__(self, settings: EngineSettings, target: Target, layers: Sequence[int]) -> None:
+        key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.settings, self.target, self.layers = settings, target, list(layers)
+        self.ids = engine_layers(layers, target.identity["num_layers"])
+        self.folder = Path(settings.folder).resolve()
+        self.dtype = torch.bfloat16  # of what the server shows, once it has shown something
+        self._client = httpx.Client(headers=headers, timeout=settings.timeout)
+
+    def states(self, tokens: Sequence[int]) -> tuple[Tensor, int]:
+        """What the server shows of a prompt, [T, E, D], and its greedy next token. ValueError names what is wrong."""
+        body = {"model": self.settings.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
+        url = self.settings.base_url.rstrip("/") + "/completions"
+        reply = self._client.post(url, json=body | {"return_token_ids": True})
+        if not reply.is_success:
+            raise ValueError(f"{url}: HTTP {reply.status_code}: {reply.text[:300]}")
+        said = reply.json()
+        place = (said.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if place is None:
+            raise ValueError(f"{url} names no hidden_states_path: start the server with {' '.join(self.arguments)}")
+        found = self._take(self.folder / Path(place).name)
+        read, states = found["token_ids"].tolist(), found["hidden_states"]
+        wanted = (len(tokens), len(self.ids), self.target.identity["hidden_size"])
+        if read != list(tokens) or tuple(states.shape) != wanted:
+            raise ValueError(
+                f"the server shows {tuple(states.shape)} of {len(read)} tokens, asked for {wanted} of {len(tokens)}: "
+                f"other layers (ids {self.ids} wanted), prefix caching, or a mixed-up request"
+            )
+        if not bool(torch.isfinite(states).all()) or bool((states == 0).all(-1).any()):
+            raise ValueError("the server shows rows that are zero or not finite: do not train on this engine")
+        return states, int(said["choices"][0]["token_ids"][0])
+
+    @property
+    def arguments(self) -> list[str]:
+        return engine_arguments(self.layers, self.target.identity["num_layers"], str(self.folder))
+
+    def _take(self, path: Path) -> dict[str, Tensor]:
+        """Read a file once the server has let go of its lock, and delete both."""
+        lock = Path(f"{path}.lock")
+        try:
+            with open(lock) as handle:
+                fcntl.flock(handle, fcntl.LOCK_SH)
+                found = read_tensors(path)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"the server's {path.name} is not in {self.folder}: is this the folder it shares?"
+            ) from error
+        path.unlink()
+        lock.unlink(missing_ok=True)
+        return found
+
+    @torch.inference_mode()
+    def features(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+        """aux [T, L, D], last [T, D] after the final norm, and the server's greedy next token."""
+        states, following = self.states(tokens)
+        self.dtype = states.dtype
+        places = [self.ids.index(layer + 1) for layer in self.layers]
+        last = self.target.parts.norm(states[:, -1].to(self.target.device, self.target.dtype))
+        return states[:, places], last, following
+
+    @torch.inference_mode()
+    def check(self, conversations: Sequence[Conversation]) -> float:
+        """Compare the first conversations with what the target shows here: every layer's cosine must be above 0.999 and
+        head(last) must have the target's argmax. Returns the least cosine. ValueError names the layer.
+
+        Other weights, another layer convention or a norm left out end here.
+        """
+        least, last, own = 1.0, [], []
+        for one in conversations[:PROBED]:
+            tokens = one.tokens[:PROBE_TOKENS]
+            aux, states, _ = self.features(tokens)
+            depth = self.target.identity["num_layers"]
+            here = self.target.forward(torch.tensor([tokens]), range(depth))
+            for place, layer in enumerate(self.layers):
+                shown, all_layers = aux[:, place].float(), here.aux[0].float().to(aux.device)
+                found = torch.cosine_similarity(shown[:, None], all_layers, dim=-1).mean(0)
+                least = min(least, float(found[layer]))
+                if not float(found[layer]) > COSINE:
+                    raise ValueError(
+                        f"layer {layer} of the server is not the target's (cosine {float(found[layer]):.4f}, above "
+                        f"{COSINE} needed); it is nearest to layer {int(found.argmax())} ({float(found.max()):.4f}): "
+                        f"other weights, other layer ids, or a lossy engine"
+                    )
+            last.append(states)
+            own.append(self.target.own_top1(torch.tensor([tokens]))[0])
+        feature_truth(self.target.parts, torch.cat(last), torch.cat(own), self.settings.base_url, self.dtype)
+        return least
+
+    def observe(
+        self, conversations: Sequence[Conversation], dtype: str | StoreSettings
+    ) -> Iterator[tuple[int, Sample]]:
+        """As data.features.observe, from the server. ValueError when its own next tokens are not those of our head on
+        its last hidden states."""
+        width = self.target.identity["hidden_size"]
+        layout = StoreSettings.of(dtype).layout(len(self.layers), width, self.target.dtype)
+        last_states, following = [], []
+        with ThreadPoolExecutor(self.settings.concurrency) as pool:
+            shown = pool.map(self.features, [one.tokens for one in conversations])
+            for index, (one, (aux, last, token)) in enumerate(zip(conversations, shown, strict=True)):
+                top1, lse = readout(self.target, last)
+                for place, layer in enumerate(self.layers):
+                    feature_range(aux[:, place], layout.aux_dtype, f"{one.id}: output of layer {layer}")
+                feature_range(last, layout.last_dtype, f"{one.id}: last hidden state")
+                last_states.append(last[-1:].cpu())
+                following.append(token)
+                sample = Sample(
+                    id=one.id,
+                    tokens=torch.tensor(one.tokens),
+                    turns=torch.tensor(one.turns),
+                    aux=aux.to(layout.aux_dtype).cpu(),
+                    last=last.to(layout.last_dtype).cpu(),
+                    top1=top1.cpu(),
+                    lse=lse.cpu(),
+                )
+                yield index, with_top(sample, self.target.parts, layout.topk)
+        engine, where = torch.tensor(following), f"{self.settings.base_url}, its own next tokens"
+        if len(following) >= 100:  # fewer cannot tell 99% from bad luck
+            feature_truth(self.target.parts, torch.cat(last_states), engine, where, self.dtype)
