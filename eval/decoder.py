@@ -140,7 +140,7 @@ def generate(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
-    group: "Callable[..., _Group] | None" = None,
+    group: "Callable[..., Group] | None" = None,
 ) -> list[Generation]:
     """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
 
@@ -164,7 +164,7 @@ def generate(
     try:
         for start in range(0, len(order), settings.batch_size):
             chosen = order[start : start + settings.batch_size]
-            made = (group or _Group)(target, drafter, settings, clock, watch)
+            made = (group or Group)(target, drafter, settings, clock, watch)
             made.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
     finally:
         if drafter is not None:
@@ -172,7 +172,7 @@ def generate(
     return results
 
 
-class _Group:
+class Group:
     """Requests that are decoded together until the last has ended; those that end earlier leave the target's batch.
 
     `run` is `open` (read the prompts), `rounds` and `close`; other loops replace `rounds`.

@@ -27,7 +27,7 @@ from data.target import Features, Target
 from drafters.contract import Drafter, Proposal
 from drafters.sampling import round_seeds
 from eval.captured import Parts, Pinned
-from eval.decoder import Clock, DecodeSettings, Generation, _Group
+from eval.decoder import Clock, DecodeSettings, Generation, Group
 from eval.drafted import draft, stored_bytes
 from eval.placed import PlacedCache
 from eval.scheduled import Scheduled, cut_short
@@ -70,7 +70,7 @@ class Loop:
     def group(self) -> Callable[..., Any]:
         """What eval.decoder.generate makes groups by."""
         if self.kind == "waiting":
-            return _Group
+            return Group
         return partial(SteadyGroup if self.kind == "steady" else HalvesGroup, self)
 
 
@@ -131,7 +131,7 @@ class Flight:
     end: Mark
 
 
-class SteadyGroup(_Group):
+class SteadyGroup(Group):
     """Requests that are decoded together, as in eval.decoder, by rounds that do not wait."""
 
     def __init__(
