@@ -165,6 +165,6 @@ class DrafterModule(LightningModule):
             checkpoint["self_forcing"] = self.self_forcing.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.tokens_seen, self.skipped = checkpoint["tokens_seen"], checkpoint["skipped"]
+        self.tokens_seen, self.skipped = checkpoint["tokens_seen"], checkpoint.get("skipped", 0)
         if self.self_forcing is not None:
             self.self_forcing.load_state_dict(checkpoint["self_forcing"])

@@ -87,7 +87,7 @@ class Rollout:
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
         """From a checkpoint."""
-        return cls(state["micro_step"], state["anchors"], Drafted(**state["drafted"]), state["rows"])
+        return cls(state["micro_step"], state["anchors"], Drafted(**state["drafted"]), state.get("rows"))
 
     def of(self, numbers: list[int]) -> Self:
         """These rows, one without anchors where a row is not here."""

@@ -1,7 +1,9 @@
 """Two real processes over gloo: the run of one process, sharded weights, lost ranks, signals, other world sizes."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,8 +136,15 @@ def test_the_command_starts_its_own_ranks(prepared, alone, tmp_path):
     and a folder whose name has an equals sign."""
     out = tmp_path / "a=b"
     command = [sys.executable, "-m", "headstart", "train", *two(prepared), f'hydra.run.dir="{out}"']
-    done = subprocess.run(command, cwd=checks.ROOT, capture_output=True, text=True, check=False, timeout=WAIT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with open(tmp_path.parent / "command.txt", "w+") as said:
+        started = subprocess.Popen(command, cwd=checks.ROOT, stdout=said, stderr=said, start_new_session=True)
+        try:
+            code = started.wait(3 * WAIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # rank 1, should it have outlived rank 0
+                os.killpg(started.pid, signal.SIGKILL)
+        said.seek(0)
+        assert code == 0, said.read()
     assert [p.name for p in tmp_path.iterdir()] == ["a=b"]
     assert sorted(p.name for p in out.iterdir() if "metrics" in p.name) == ["metrics.csv"]
     same_trace(alone, out)

@@ -40,6 +40,6 @@ def test_every_row_has_a_defined_outcome():
 
 
 def test_a_row_without_its_test_is_found():
-    head = "| fault | outcome | test |\n|---|---|---|\n"
-    text = head + "| a | skip | - |\n| b | skip | `tests/unit/test_house.py::test_no` |"
+    text = "| fault | outcome | test |\n|---|---|---|\n| a | skip | - |\n"
+    text += "| b | skip | `tests/unit/test_house.py::test_no` |"
     assert missing(text) == ["a", "b: tests/unit/test_house.py::test_no"]
