@@ -80,14 +80,20 @@ def engine_arguments(layers: Sequence[int], depth: int, folder: str, cpu: bool =
 class Engine:
     """A server whose weights and layers `check` has compared with the target's."""
 
-    def __init__(self, settings: EngineSettings, target: Target, layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        target: Target,
+        layers: Sequence[int],
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.settings, self.target, self.layers = settings, target, list(layers)
         self.ids = engine_layers(layers, target.identity["num_layers"])
         self.folder = Path(settings.folder).resolve()
         self.dtype = torch.bfloat16  # of what the server shows, once it has shown something
-        self._client = httpx.Client(headers=headers, timeout=settings.timeout)
+        self._client = httpx.Client(headers=headers, timeout=settings.timeout, transport=transport)
 
     def states(self, tokens: Sequence[int]) -> tuple[Tensor, int]:
         """What the server shows of a prompt, [T, E, D], and its greedy next token. ValueError names what is wrong."""
