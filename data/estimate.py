@@ -98,10 +98,12 @@ def size_table(
         ways += [replace(way, teacher_at="answers") for way in WAYS if not way.topk and way.last == "auto"]
     if rows is not None:
         ways += [replace(way, share_prefixes=True) for way in WAYS[:3]]
-    found = []
+    found: list[dict[str, Any]] = []
     for way in ways:
-        total = way_bytes(way, shape, layers, sizes, rows, shard_bytes)
         layout = way.layout(layers, shape.hidden_size, torch.bfloat16)
+        if layout.describe() in {one["holds"] for one in found}:  # auto is bfloat16
+            continue
+        total = way_bytes(way, shape, layers, sizes, rows, shard_bytes)
         found.append(
             {"way": asdict(way), "holds": layout.describe(), "bytes": total, "bytes_per_token": total / tokens}
         )
@@ -129,7 +131,7 @@ def show_sizes(console: Console, shape: Shape, layers: Sequence[int], found: dic
     """The table on the screen."""
     title = f"{shape.name}: {len(layers)} layers and the teacher of {found['tokens']:,} tokens"
     table = Table("kept", "bytes a token", "of bfloat16", "in all", title=title)
-    plain = next(one["bytes"] for one in found["ways"] if one["way"]["precision"] == "bfloat16")
+    plain = next(one["bytes"] for one in found["ways"] if one["holds"].startswith("layers bfloat16"))
     for one in found["ways"]:
         share, size = one["bytes"] / plain, f"{one['bytes'] / 1e9:,.2f} GB"
         table.add_row(one["holds"], f"{one['bytes_per_token']:,.0f}", f"{share:.0%}", size)

@@ -190,7 +190,7 @@ def write_features(
         TextColumn("{task.fields[rate]} tokens/s, left"),
         TimeRemainingColumn(),
     ]
-    if wanted.queue_settings.on:  # trainers may begin now
+    if wanted.queue_settings.active:  # trainers may begin now
         folder.mkdir(parents=True, exist_ok=True)
         leave_link(folder, link)
     with Progress(*columns) as bar:

@@ -69,7 +69,7 @@ class FeatureSettings:
         first |= {"batch_tokens": self.batch_tokens, "shard_bytes": self.shard_bytes, "folder": self.folder}
         more: dict[str, Any] = {} if self.store == StoreSettings(self.precision) else asdict(self.store)
         more |= {"made_by": "vllm"} if self.server else {}
-        more |= {"queue": self.queue_settings.seed} if self.queue_settings.on else {}
+        more |= {"queue": self.queue_settings.seed} if self.queue_settings.active else {}
         return [first, more] if more else [first]
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ def produce(
     """Fill the store's folder as `wanted` says; as data.features.capture, which does it for one process and the target
     here."""
     queue, store = wanted.queue_settings, wanted.store
-    if wanted.server is None and not queue.on:
+    if wanted.server is None and not queue.active:
         capture(target, conversations, layers, folder, wanted.batch_tokens, store, wanted.shard_bytes, progress)
         return
     layout = store.layout(len(layers), target.identity["hidden_size"], target.dtype)
@@ -103,7 +103,7 @@ def produce(
     else:
         engine.check(conversations)
     rows = list(conversations)
-    if queue.on:
+    if queue.active:
         rows = [conversations[i] for i in production_order(len(rows), queue.seed)]
 
     def make(start: int, stop: int) -> Iterable[tuple[int, Sample]]:
@@ -114,7 +114,7 @@ def produce(
     header = new_header(target.identity, target.dtype if engine is None else engine.dtype, rows, layers, layout)
     header |= {"batch_tokens": wanted.batch_tokens, "shard_bytes": wanted.shard_bytes}
     header |= {} if engine is None else {"made_by": "vllm"}
-    if queue.on:
+    if queue.active:
         plan = queue_header(header, rows, queue)
         Producer(folder, header, rows, plan, make, queue, progress=progress).run()
         return

@@ -37,12 +37,12 @@ FREED = "freed"
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """on: several producers fill one folder, and trainers may read it meanwhile (batch.features=queue). seed: of the
-    order, batch.seed of the trainer. ahead: shards beyond the slowest reader (null: no limit). free: delete shards
-    that all readers have passed. readers: trainers to wait for before a shard is deleted. silent_s: seconds without a
-    sign of life after which one counts as dead."""
+    """active: several producers fill one folder, and trainers may read it meanwhile (batch.features=queue). seed:
+    of the order, batch.seed of the trainer. ahead: shards beyond the slowest reader (null: no limit). free: delete
+    shards that all readers have passed. readers: trainers to wait for before a shard is deleted. silent_s: seconds
+    without a sign of life after which one counts as dead."""
 
-    on: bool = False
+    active: bool = False
     seed: int = 0
     ahead: int | None = None
     free: bool = False

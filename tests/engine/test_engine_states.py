@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from checkpoints.files import read_json
-from data import vllm_states
 from data.engine_states import CPU_CONNECTOR, Engine, EngineSettings, engine_arguments
 from data.features import FeatureStore, observe
 from data.target import Target
@@ -24,6 +23,7 @@ from tests.smoke.test_prepare import answers
 from tests.smoke.test_store import run
 from tests.unit.test_layout import conversations
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS, SERVED, DEPTH = (0, 2, 3), "tiny", 5
 START_S = 1500.0
 
@@ -40,7 +40,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
     python, root = engine_or_skip(), tmp_path_factory.mktemp("server")
     (root / "states").mkdir()
     (root / "modules").mkdir()
-    shutil.copy(Path(str(vllm_states.__file__)), root / "modules" / f"{CPU_CONNECTOR[1]}.py")
+    shutil.copy(ROOT / "data" / "vllm_states.py", root / "modules" / f"{CPU_CONNECTOR[1]}.py")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,7 +96,7 @@ def test_features_equal_those_made_here(model: Path, server: EngineSettings) -> 
 
 @pytest.mark.engine
 def test_prepare_fills_a_queue_from_the_server(tmp_path: Path, model: Path, server: EngineSettings) -> None:
-    source = ["data=answers_jsonl", f"data.path={answers(tmp_path / 'answers.jsonl')}", "features.queue.on=true"]
+    source = ["data=answers_jsonl", f"data.path={answers(tmp_path / 'answers.jsonl')}", "features.queue.active=true"]
     asked = f"features.server={{base_url: '{server.base_url}', model: {SERVED}, folder: '{server.folder}'}}"
     run(tmp_path / "out", model, *source, asked, f"features.folder={tmp_path / 'store'}", "features.precision=int8")
     header = read_json(tmp_path / "store" / "header.json")
