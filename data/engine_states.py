@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.files import read_tensors
+from checkpoints.lint import LAYER_IDS
 from data.conversations import Conversation
 from data.features import feature_range, readout, with_top
 from data.layout import Sample, StoreSettings
@@ -62,7 +63,7 @@ def engine_layers(layers: Sequence[int], depth: int) -> list[int]:
 def engine_arguments(layers: Sequence[int], depth: int, folder: str, cpu: bool = False) -> list[str]:
     """Arguments of `vllm serve` that make it show these layers. cpu: with our connector (data/vllm_states.py, on the
     server's PYTHONPATH as headstart_vllm_states.py), because the engine's own needs a GPU."""
-    ids = {"eagle_aux_hidden_state_layer_ids": engine_layers(layers, depth)}
+    ids = {LAYER_IDS: engine_layers(layers, depth)}
     speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     transfer: dict[str, Any] = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     if cpu:

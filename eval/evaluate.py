@@ -9,9 +9,9 @@ Prompts are rendered by the target's chat template. Each domain is decoded by it
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -373,6 +373,8 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     known_groups(config, "drafter_dir", "prompts", "target", "tree", *OPTIONS, *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     tree = settings(TreeSettings, config.tree, "tree")
+    how = settings(ScheduleSettings, config.schedule, "schedule")
+    hardware = settings(HardwareSettings, config.hardware, "hardware")
     measured = replace(measured, peaks=bool(config.calibrate), tree=tree)
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
@@ -386,7 +388,8 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
         words = {"drafter_dir": str(drafter_dir), "command": command()}
         report = evaluate_replay(target, drafter, prompts, measured, recording, words)
     else:
-        loop = loop_of(config, measured, target, drafter)
+        roofline = partial(roofline_of, target, drafter_dir, hardware, config.hardware_engine)
+        loop = loop_of(how, measured, drafter, roofline)
         report = evaluate(target, drafter, prompts, measured, loop=loop)
         measured_speeds = {name: part.speed.speedup for name, part in [*report.parts.items(), ("all", report.whole)]}
         report = replace(
@@ -409,23 +412,20 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     return report
 
 
-def loop_of(config: DictConfig, measured: EvalSettings, target: Target, drafter: Drafter) -> Loop:
-    """The loop and the schedule that a config asks for. ValueError when confidences are to be fitted under a schedule,
-    whose rounds differ in their slots, and for a schedule of trees."""
-    how = settings(ScheduleSettings, config.schedule, "schedule")
+def loop_of(how: ScheduleSettings, measured: EvalSettings, drafter: Drafter, roofline: Callable[[], Cost]) -> Loop:
+    """The loop and the schedule that settings ask for. roofline: step times where none were measured. ValueError when
+    confidences are to be fitted under a schedule, whose rounds differ in their slots, and for a schedule of trees."""
     if how.name is None:
         return Loop(measured.loop or "waiting")
     if measured.tree.kind != "none":
         raise ValueError(f"schedules are for chains: tree must be none with schedule={how.name}")
-    if config.calibrate:
+    if measured.peaks:
         raise ValueError(f"calibrate=true needs all slots of every round: schedule must be none, got {how.name}")
-    slots = measured.decoding(drafter).num_slots
     cost: Cost = NoCost()
     if how.needs_cost:
-        hardware = settings(HardwareSettings, config.hardware, "hardware")
-        folder = Path(config.drafter_dir).expanduser().resolve()
-        cost = how.measured() or roofline_of(target, folder, hardware, config.hardware_engine)
-    return Loop(measured.loop or "steady", lambda: how.make(slots, cost))
+        cost = how.measured() or roofline()
+    slots = measured.decoding(drafter).num_slots
+    return Loop(measured.loop or "steady", partial(how.make, slots, cost))
 
 
 def command() -> str | None:
