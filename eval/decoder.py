@@ -138,7 +138,7 @@ def generate(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
-    group: "type[_Group] | None" = None,
+    group: "Callable[..., _Group] | None" = None,
 ) -> list[Generation]:
     """Decode every prompt (token ids), in groups of similar length; results in the order of the prompts.
 

@@ -51,11 +51,14 @@ def decode(
     clock: Clock | None = None,
     seeds: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
+    group: Callable[..., _Group] | None = None,
 ) -> list[Generation]:
     """`eval.decoder.generate`, by trees where the settings are TreeDecodeSettings and there is a drafter. ValueError
-    for a drafter or a target that cannot."""
+    for a drafter or a target that cannot, or another group than the default's."""
     if drafter is None or not isinstance(settings, TreeDecodeSettings):
-        return generate(target, drafter, prompts, settings, clock, seeds, watch)
+        return generate(target, drafter, prompts, settings, clock, seeds, watch, group)
+    if group not in (None, _Group):
+        raise ValueError("trees are decoded by the loop that waits for every round: another loop drafts chains only")
     settings.tree.check(drafter, settings.num_slots)
     kind = target.model.config._attn_implementation
     if kind not in ATTENTION:

@@ -253,6 +253,8 @@ def test_settings_that_trees_refuse(llama: Target) -> None:
     for wrong in ({"verification": "none"}, {"verification": "block"}, {"peaks": True}, {"tree": TreeSettings()}):
         with pytest.raises(ValueError, match="tree"):
             TreeDecodeSettings(**({"tree": tree} | wrong))
+    with pytest.raises(ValueError, match="waits for every round"):
+        decode(llama, toy(llama, 1.0), PROMPTS, TreeDecodeSettings(K, 8, tree=tree), group=lambda *_: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="chains only"):
         decode(llama, never(llama), PROMPTS, TreeDecodeSettings(K, 8, tree=tree))
     static = EvalSettings(tree=TREES["static"])
