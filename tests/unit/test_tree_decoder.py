@@ -260,7 +260,7 @@ def test_settings_that_trees_refuse(llama: Target) -> None:
     static = EvalSettings(tree=TREES["static"])
     decoding = static.decoding(toy(llama))
     assert isinstance(decoding, TreeDecodeSettings)
-    assert (decoding.num_slots, static.verified(3)) == (3, 10)
+    assert (decoding.num_slots, static.tree_tokens(3), EvalSettings().tree_tokens(3)) == (3, 10, None)
     with pytest.raises(ValueError, match="depth of tree.paths"):
         EvalSettings(num_slots=2, tree=TREES["static"]).decoding(toy(llama))
-    assert EvalSettings(num_slots=2, tree=TreeSettings("dynamic", nodes=100, width=3)).verified(2) == 1 + 3 + 9
+    assert EvalSettings(num_slots=2, tree=TreeSettings("dynamic", nodes=100, width=3)).tree_tokens(2) == 1 + 3 + 9
