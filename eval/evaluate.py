@@ -125,9 +125,9 @@ class EvalSettings:
         self.tree.check(drafter, slots)
         return TreeDecodeSettings(**{key.name: getattr(made, key.name) for key in fields(made)}, tree=self.tree)
 
-    def verified(self, num_slots: int) -> int:
-        """Tokens that the target reads each round to verify a proposal, the anchor included."""
-        return 1 + (num_slots if self.tree.kind == "none" else self.tree.size(num_slots))
+    def tree_tokens(self, num_slots: int) -> int | None:
+        """Tokens that the target reads each round to verify a tree, the anchor included; None for chains."""
+        return None if self.tree.kind == "none" else 1 + self.tree.size(num_slots)
 
 
 @dataclass
@@ -203,8 +203,8 @@ def evaluate(
     lossy = None if decoding.lossy is None else (decoding.lossy, _agreement(target, done, decoding))
     seconds["compare"] = time.perf_counter() - started
     return Report(
-        whole=_part(done, decoding.num_slots, settings.verified(decoding.num_slots)),
-        parts={one.domain: _part([one], decoding.num_slots, settings.verified(decoding.num_slots)) for one in done},
+        whole=_part(done, decoding.num_slots, settings.tree_tokens(decoding.num_slots)),
+        parts={one.domain: _part([one], decoding.num_slots, settings.tree_tokens(decoding.num_slots)) for one in done},
         num_slots=decoding.num_slots,
         differences=differences,
         seconds=seconds,
@@ -310,8 +310,8 @@ def _agreement(target: Target, done: list[_Answers], decoding: DecodeSettings) -
     return agreement(target, asked, made, own, decoding.sampling.greedy)
 
 
-def _part(done: list[_Answers], num_slots: int, verified: int) -> Part:
-    """Figures of some domains together. verified: tokens that the target read a round."""
+def _part(done: list[_Answers], num_slots: int, tree_tokens: int | None) -> Part:
+    """Figures of some domains together. tree_tokens: that the target read a round; None for chains."""
     drafted = [generation for one in done for generation in one.drafted.answers]
     plain = [generation for one in done if one.plain for generation in one.plain.answers]
     timed = {"drafter": latency(drafted), "baseline": latency(plain)}
@@ -320,7 +320,7 @@ def _part(done: list[_Answers], num_slots: int, verified: int) -> Part:
     return Part(
         prompts=sum(len(one.drafted.waves[0]) for one in done),
         turns=len(drafted),
-        acceptance=acceptance(drafted, num_slots, target_tokens=verified),
+        acceptance=acceptance(drafted, num_slots, target_tokens=tree_tokens),
         speed=speed(work, baseline),
         latency={who: found for who, found in timed.items() if found is not None},
     )

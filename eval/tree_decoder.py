@@ -54,9 +54,11 @@ def decode(
     group: Callable[..., Group] | None = None,
 ) -> list[Generation]:
     """`eval.decoder.generate`, by trees where the settings are TreeDecodeSettings and there is a drafter, else by
-    `group`. ValueError for a drafter or a target that cannot."""
+    `group`. ValueError for a drafter or a target that cannot, and for trees in another group than the default's."""
     if drafter is None or not isinstance(settings, TreeDecodeSettings):
         return generate(target, drafter, prompts, settings, clock, seeds, watch, group)
+    if group not in (None, Group):
+        raise ValueError("trees are decoded by the loop that waits for every round: another loop drafts chains only")
     settings.tree.check(drafter, settings.num_slots)
     kind = target.model.config._attn_implementation
     if kind not in ATTENTION:

@@ -46,7 +46,7 @@ class ForgetsItsState(Mtp):
 
     def observe(self, state, next_ids, aux, last, lengths):
         super().observe(state, next_ids, aux, last, lengths)
-        self.kept = self.read(aux, last)[:, -1]
+        self.kept = self.read(aux, last)[:, -1:]
 
     def recycle(self, output: Tensor) -> Tensor:
         return self.kept if self.kept.shape == output.shape else super().recycle(output)
@@ -58,8 +58,16 @@ class ForgetsWhenDrafting(ForgetsItsState):
     def slots(self, batch: Batch):
         return Mtp.slots(self, batch)
 
+    drafting = False
+
+    def propose(self, state, num_slots, sampling, seeds):
+        self.drafting = True
+        made = super().propose(state, num_slots, sampling, seeds)
+        self.drafting = False
+        return made
+
     def recycle(self, output: Tensor) -> Tensor:
-        return self.kept if output.ndim == 2 else Mtp.recycle(self, output)
+        return self.kept if self.drafting else Mtp.recycle(self, output)
 
 
 class RecyclesTheOtherState(Mtp):

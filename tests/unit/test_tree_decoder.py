@@ -253,12 +253,14 @@ def test_settings_that_trees_refuse(llama: Target) -> None:
     for wrong in ({"verification": "none"}, {"verification": "block"}, {"peaks": True}, {"tree": TreeSettings()}):
         with pytest.raises(ValueError, match="tree"):
             TreeDecodeSettings(**({"tree": tree} | wrong))
+    with pytest.raises(ValueError, match="waits for every round"):
+        decode(llama, toy(llama, 1.0), PROMPTS, TreeDecodeSettings(K, 8, tree=tree), group=lambda *_: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="chains only"):
         decode(llama, never(llama), PROMPTS, TreeDecodeSettings(K, 8, tree=tree))
     static = EvalSettings(tree=TREES["static"])
     decoding = static.decoding(toy(llama))
     assert isinstance(decoding, TreeDecodeSettings)
-    assert (decoding.num_slots, static.verified(3)) == (3, 10)
+    assert (decoding.num_slots, static.tree_tokens(3), EvalSettings().tree_tokens(3)) == (3, 10, None)
     with pytest.raises(ValueError, match="depth of tree.paths"):
         EvalSettings(num_slots=2, tree=TREES["static"]).decoding(toy(llama))
-    assert EvalSettings(num_slots=2, tree=TreeSettings("dynamic", nodes=100, width=3)).verified(2) == 1 + 3 + 9
+    assert EvalSettings(num_slots=2, tree=TreeSettings("dynamic", nodes=100, width=3)).tree_tokens(2) == 1 + 3 + 9
