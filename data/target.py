@@ -187,9 +187,10 @@ class Target:
         """Run the decoder, without the head.
 
         tokens [B, T] int64. layers: ascending ids, 0 = first decoder layer's output. attention_mask [B, past + T],
-        1 where a token is real; or additive masks [B, 1, T, past + T], by kind of layer where there are several, which
-        then need positions. positions [B, T]; by default real tokens are numbered from 0 in each row, so left
-        and right padding give the same features. cache: a transformers Cache, extended in place.
+        1 where a token is real; or what is added to the scores [B, 1, T, past + T], where a target has several kinds of
+        attention one for each. positions [B, T]; by default real tokens are numbered from 0 in each row, so left and
+        right padding give the same features; ValueError where they are needed. cache: a transformers Cache, extended in
+        place.
         Returns features on the device of the last hidden state; those at padding are meaningless.
         """
         wanted = check_layers(tuple(layers), len(self._anatomy.layers)) if len(layers) else ()
@@ -199,7 +200,8 @@ class Target:
         elif attention_mask is not None:
             attention_mask = attention_mask.to(self.device)
         if positions is None:
-            assert not isinstance(attention_mask, dict), "masks by kind need positions"
+            if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4):
+                raise ValueError("masks that are added to the scores need positions")
             positions = default_positions(tokens, attention_mask, _past(cache))
         arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": positions.to(self.device)}
         if cache is not None:
