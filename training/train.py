@@ -154,6 +154,8 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
     keeper = Keeper(out, config, acceptance, target.identity, declared, marks, trainer_settings.checkpoint_every)
     trainer = build_trainer(trainer_settings, optimizer, loggers, out, [acceptance, keeper], steps)
     trainer.fit(module, datamodule=data, ckpt_path=resume_point(config.resume, out), weights_only=True)
+    if isinstance(source, QueueSource):
+        source.close()
     return keeper.finish(trainer)
 
 
