@@ -177,6 +177,8 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     spare_activations(drafter, module.activations)
     module.autocast = sharded(trainer.strategy) and trainer_settings.resolved_precision() == "bf16-mixed"
     trainer.fit(module, datamodule=data, ckpt_path=resume_point(config.resume, out), weights_only=True)
+    if isinstance(source, QueueSource):
+        source.close()
     return keeper.finish(trainer)
 
 

@@ -41,6 +41,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     return out
 
 
+def train_on(prepared: Path, folder: Path, out: Path, *more: str) -> None:
+    """Two steps of headstart train."""
+    told = [f"prepared={prepared}", "target=any", f"target.name={folder}", "target.dtype=float32", "drafter=eagle3"]
+    told += [f"drafter.model.layers={LAYERS}", "drafter.model.num_slots=2", "drafter.vocabulary=40", "batch.rows=1"]
+    told += ["trainer.max_steps=2", "trainer.progress=false", "acceptance.every=2", "acceptance.prompts=2"]
+    train.run(compose_config("train", *told, "acceptance.max_new_tokens=6", "logger=none", *more), out)
+
+
 def real_bytes(store: Path) -> int:
     return sum(path.stat().st_size for path in store.iterdir())
 
@@ -59,11 +67,7 @@ def test_converted_has_the_estimated_size_and_trains(
     assert "bytes a token" in table
     assert list((tmp_path / "estimate").iterdir()) == []
     assert abs(found["ways"][0]["bytes"] / real_bytes(out / "features") - 1) < 0.02
-    told = [f"prepared={out}", "target=any", f"target.name={folder}", "target.dtype=float32", "drafter=eagle3"]
-    told += [f"drafter.model.layers={LAYERS}", "drafter.model.num_slots=2", "drafter.vocabulary=40", "batch.rows=1"]
-    told += ["trainer.max_steps=2", "trainer.progress=false", "acceptance.every=2", "acceptance.prompts=2"]
-    told += ["acceptance.max_new_tokens=6", "logger=none"]
-    train.run(compose_config("train", *told), tmp_path / "run")
+    train_on(out, folder, tmp_path / "run")
     record = read_json(tmp_path / "run" / "run.json")["fingerprints"]["prepared"]
     assert record["features"]["holds"].startswith("layers int8:32" if "int8" in form[0] else "layers fp8:0")
 
@@ -102,3 +106,12 @@ def test_large_shapes_by_hand(tmp_path: Path, folder: Path) -> None:
     assert "Qwen3-4B: 3 layers and the teacher of 1,000 tokens" in printed
     with pytest.raises(ValueError, match="needs data, or sizes.tokens"):
         run(tmp_path, folder, "estimate=true", "shape=llama_70b", "features.layers=null")
+
+
+def test_a_queue_is_prepared_and_trained_on(tmp_path: Path, folder: Path, prepared: Path) -> None:
+    source = ["data=answers_jsonl", f"data.path={prepared / 'answers_in.jsonl'}", "features.queue.active=true"]
+    run(tmp_path / "out", folder, *source, "features.shard_bytes=20000", f"features.folder={tmp_path / 'queue'}")
+    assert len(list((tmp_path / "queue").glob("shard-*.json"))) > 4
+    train_on(tmp_path / "out", folder, tmp_path / "run", "batch.features=queue")
+    assert read_json(tmp_path / "run" / "run.json")["fingerprints"]["prepared"]["features"]["truth"] == "100.00%"
+    assert list((tmp_path / "queue").glob("reader-*")) == []
