@@ -171,7 +171,7 @@ def _whole(module: nn.Module, name: str) -> Tensor:
     parameter = getattr(module, name)
     if isinstance(parameter, DTensor):  # spread over processes, each of which must come here
         with torch.inference_mode(False), torch.no_grad():  # views of it are not allowed in inference mode
-            return cast(DTensor, parameter).full_tensor().detach()
+            return parameter.full_tensor().detach()
     if parameter.device.type != "meta":
         return parameter.detach()
     with align_module_device(module, "cpu"):

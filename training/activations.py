@@ -31,7 +31,7 @@ def spare_activations(drafter: Drafter, kept: Kept) -> None:
             f"{type(drafter).__name__} has no MLP to recompute: trainer.activations must be keep or offload"
         )
     for module in found:
-        module.forward = _recomputed(module.forward)  # type: ignore[method-assign]
+        module.forward = _recomputed(module.forward)
 
 
 def waiting(kept: Kept, device: torch.device) -> AbstractContextManager[Any]:
