@@ -131,7 +131,7 @@ def test_so_many_requests_are_in_flight(concurrency: int) -> None:
 
 
 def test_arrivals_are_counted_from_the_request() -> None:
-    """The server waits a tenth of a second before each of four events: no arrival can be earlier, however busy we are."""
+    """The server waits 0.1 s before each of four events: no arrival can be earlier, however busy we are."""
     with served(delay=0.1) as engine:
         (answer,) = client(engine).ask([EIGHT], 1)
     assert len(answer.arrivals) == 4
