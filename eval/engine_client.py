@@ -16,7 +16,7 @@ import httpx
 
 from eval.decoder import Generation
 from eval.engine_dialects import Ask, Counters, Dialect, Rounds
-from eval.engine_server import Server
+from eval.engine_server import Server, certificates
 
 CONNECT_S, QUICK_S = 10.0, 30.0
 SETTLE_S, SETTLE_READS = 0.1, 50
@@ -120,7 +120,8 @@ class Client:
     def _text(self, path: str) -> str:
         try:
             # A proxy of the environment is no way to this machine.
-            found = httpx.get(f"{self.server.url}{path}", timeout=QUICK_S, trust_env=False, follow_redirects=True)
+            with httpx.Client(timeout=QUICK_S, trust_env=False, verify=certificates(), follow_redirects=True) as client:
+                found = client.get(f"{self.server.url}{path}")
             found.raise_for_status()
         except httpx.HTTPError as error:
             raise self.server.failure(f"did not answer GET {path} ({type(error).__name__}: {error})") from error
@@ -131,7 +132,8 @@ class Client:
         waiting: Iterator[tuple[int, Ask]] = iter(list(enumerate(asks)))
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         wait = httpx.Timeout(self.timeout_s, connect=CONNECT_S)
-        async with httpx.AsyncClient(timeout=wait, limits=limits, trust_env=False) as client:
+        how: dict[str, Any] = {"timeout": wait, "limits": limits, "trust_env": False, "verify": certificates()}
+        async with httpx.AsyncClient(**how) as client:
 
             async def user() -> None:
                 for index, ask in waiting:

@@ -4,11 +4,13 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -20,6 +22,12 @@ LOG_TAIL = 4000
 # The engine lives in its own environment: ours must not leak in.
 OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 DEFAULTS = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Read once: httpx reads them for every client, which costs more than a request to loopback."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def free_port() -> int:
@@ -54,7 +62,7 @@ class Server:
     def wait_until_healthy(self, timeout_s: float) -> float:
         """Seconds until GET /health answered 200. RuntimeError when it dies before, or timeout_s pass."""
         started = time.monotonic()
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
+        with httpx.Client(trust_env=False, verify=certificates(), timeout=5.0) as client:
             while time.monotonic() - started < timeout_s:
                 if self.process is not None and self.process.poll() is not None:
                     raise self.failure("died while starting")

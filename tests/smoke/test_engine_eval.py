@@ -23,6 +23,7 @@ from eval.sections import sections
 from eval.serving import SimulateSettings
 from tests import fake_engine
 from tests.doubles import save_tiny
+from tests.unit.test_serving_engines import client, served
 
 ROWS = [
     {"id": "a", "domain": "json", "messages": [{"role": "user", "content": "give me a json object"}]},
@@ -164,6 +165,26 @@ def test_later_turns_follow_the_first_server_s_answers(
     assert report.whole.prompts == 1
     assert report.levels[0].drafter.requests == 2
     assert report.greedy_identical is True
+
+
+def test_running_servers_are_joined_and_left_running(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Both by url, the prediction beside the measurement; by url alone there is no baseline."""
+    (tmp_path / "predicted.json").write_text('{"c=2": 1.5}')
+    with served() as drafted, served(drafted=False) as plain:
+        urls = [f"http://127.0.0.1:{one.server_port}" for one in (drafted, plain)]
+        both = composed(folders, f"url={urls[0]}", f"baseline_url={urls[1]}", f"predicted={tmp_path}/predicted.json")
+        report = run_engines(both, tmp_path)
+        alone = run_engines(composed(folders, f"url={urls[0]}", "concurrency=[1]", "repeats=1"), tmp_path / "alone")
+        assert client(drafted).version() == "fake-1"
+    assert report is not None
+    assert alone is not None
+    assert report.engine["commands"] == {"baseline": f"joined at {urls[1]}", "drafter": f"joined at {urls[0]}"}
+    (point,) = report.predicted or []
+    assert point["predicted"] == 1.5
+    assert report.levels[1].speedup is not None
+    assert point["measured"] == report.levels[1].speedup.value
+    assert alone.levels[0].baseline is None
+    assert alone.differences is None
 
 
 def test_print_says_how_to_start_and_starts_nothing(
