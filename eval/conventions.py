@@ -1,8 +1,10 @@
 """How a head may be read otherwise than it declares, and what it accepts then: found by drafting, not by its config.
 
 A head whose files are consistent but wrong (trained on layer 0, declared as 1) looks sound to every check of files. So
-each convention is changed in turn and the head drafts through the same recorded answers again: the reading under
-which clearly more is accepted is the one that it was trained for. Changes are taken greedily, the best first.
+each convention is changed in turn and the head reads the same recorded answers again: the reading under which the
+target's own tokens surprise it clearly least is the one that it was trained for. Surprise is measured at every slot of
+every anchor, which tells a layer from its neighbour where acceptance on a few prompts does not. Changes are taken
+greedily, the best first; what is accepted under the declared and the best reading is then counted by drafting.
 """
 
 import random
@@ -13,13 +15,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from drafters.contract import Drafter, TargetParts, default_layers
+from data.collate import Collate
+from data.features import Sample
+from data.target import LOGITS_AT_ONCE
+from drafters.contract import Batch, Drafter, TargetParts, default_layers
 from drafters.layers import rope_parameters
 from eval.patient import rebuilt, setting
 from eval.replay import Trajectory, rounds_of
 
-RATIO, LEAST, SURE = 1.1, 0.1, 0.95
+LEAST, SURE = 0.05, 0.95
 RESAMPLES, STEPS, REACH = 200, 8, 2
 ROPE_BASES = (10000.0, 500000.0, 1000000.0)
 KEYS = {"rope": ("rope_parameters",), "slot_convention": ("slot_convention",), "mask_token": ("mask_token", "token")}
@@ -48,6 +54,33 @@ DIMENSIONS = ("layers", "last_state", "rope", "slot_convention", "mask_token")
 
 
 @dataclass(frozen=True)
+class Fit:
+    """How badly a reading fits, by answer: cost summed over `counts` tokens. The cost of a token is its surprise
+    -log q in nats; for drafters that are verified by noise, whose q is not what decides, the rounds that it took."""
+
+    costs: list[float]
+    counts: list[int]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.costs) / max(1, sum(self.counts))
+
+    def beats(self, other: "Fit") -> bool:
+        """Clearly lower: by LEAST a token, and in SURE of the paired resamples of answers."""
+        if self.mean > other.mean - LEAST:
+            return False
+        dice, count = random.Random(0), len(self.costs)
+        wins = 0
+        for _ in range(RESAMPLES):
+            drawn = [dice.randrange(count) for _ in range(count)]
+            wins += self._mean_of(drawn) < other._mean_of(drawn)
+        return wins >= SURE * RESAMPLES
+
+    def _mean_of(self, drawn: Sequence[int]) -> float:
+        return sum(self.costs[i] for i in drawn) / max(1, sum(self.counts[i] for i in drawn))
+
+
+@dataclass(frozen=True)
 class Tally:
     """emitted, rounds: of each answer. shifted: share of first drafts that are the token `shift` places beside the one
     they stand for, by shift."""
@@ -60,40 +93,25 @@ class Tally:
     def tau(self) -> float:
         return sum(self.emitted) / max(1, sum(self.rounds))
 
-    def beats(self, other: "Tally") -> bool:
-        """Clearly more accepted: tau at least RATIO times and LEAST above the other's, and greater in SURE of the
-        paired resamples of answers."""
-        if self.tau < max(RATIO * other.tau, other.tau + LEAST):
-            return False
-        dice, count = random.Random(0), len(self.rounds)
-        wins = 0
-        for _ in range(RESAMPLES):
-            drawn = [dice.randrange(count) for _ in range(count)]
-            mine, others = (_tau(one, drawn) for one in (self, other))
-            wins += mine > others
-        return wins >= SURE * RESAMPLES
-
-
-def _tau(tally: Tally, drawn: Sequence[int]) -> float:
-    return sum(tally.emitted[i] for i in drawn) / max(1, sum(tally.rounds[i] for i in drawn))
-
 
 @dataclass(frozen=True)
 class Trial:
-    """A reading that differs from the best one so far in one convention, and its tau."""
+    """A reading that differs from the best one so far in one convention, and how badly it fits (see Fit)."""
 
     name: str
     value: str
-    tau: float
+    cost: float
 
 
 @dataclass(frozen=True)
 class Found:
-    """declared, best: readings, and what was accepted under them. taken: the changes from one to the other, each with
-    the tau that it led to. trials: all that was tried in the first step."""
+    """declared, best: readings, how they fit, and what was accepted under them. taken: the changes from one to the
+    other. trials: all that was tried in the first step."""
 
     declared: Reading
     best: Reading
+    declared_fit: Fit
+    best_fit: Fit
     declared_tally: Tally
     best_tally: Tally
     taken: list[Trial]
@@ -101,7 +119,7 @@ class Found:
 
     def of(self, name: str) -> list[Trial]:
         """The trials of one convention, best first."""
-        return sorted((one for one in self.trials if one.name == name), key=lambda one: -one.tau)
+        return sorted((one for one in self.trials if one.name == name), key=lambda one: one.cost)
 
 
 class Bedside:
@@ -149,6 +167,21 @@ class Bedside:
                     hits[shift] += place < len(tokens) and one.drafted[0] == int(tokens[place])
         total = max(1, sum(rounds))
         return Tally(emitted, rounds, {shift: count / total for shift, count in hits.items()})
+
+    @torch.no_grad()
+    def fit(self, reading: Reading, rows: int = 4) -> Fit:
+        """How badly the target's own answers fit under a reading. rows: answers in one forward. ValueError when the
+        class refuses it."""
+        if self.drafter.coupling != "rejection":
+            tally = self.tally(reading)
+            return Fit([float(count) for count in tally.rounds], tally.emitted)
+        drafter, costs, counts = self._built(reading), [], []
+        for start in range(0, len(self.trajectories), rows):
+            shown = [self._shown(one, reading) for one in self.trajectories[start : start + rows]]
+            cost, owner = surprise(drafter, _batch(shown).to(*_place(drafter, shown[0].last)))
+            costs += torch.zeros(len(shown)).index_add_(0, owner, cost).tolist()
+            counts += torch.bincount(owner, minlength=len(shown)).tolist()
+        return Fit(costs, counts)
 
     def _built(self, reading: Reading) -> Drafter:
         """The drafter of a reading; the layers and the last state are a matter of what it is shown."""
@@ -202,25 +235,57 @@ class Bedside:
         return kept
 
     def search(self) -> Found:
-        """Change one convention after another for the better, until none helps. A change that the class refuses is no
-        reading of the head."""
-        best, tally = self.declared, self.tally(self.declared)
-        first, taken, trials = tally, [], []
+        """Change one convention after another for the better, until none helps clearly. A change that the class refuses
+        is no reading of the head."""
+        best, fit = self.declared, self.fit(self.declared)
+        first, taken, trials = fit, [], []
         for step in range(STEPS):
-            tried: list[tuple[str, Reading, Tally]] = []
+            tried: list[tuple[str, Reading, Fit]] = []
             for name, other in self.others(best):
                 try:
-                    tried.append((name, other, self.tally(other)))
+                    tried.append((name, other, self.fit(other)))
                 except ValueError:
                     continue
             if step == 0:
-                trials = [Trial(name, other.words(name), one.tau) for name, other, one in tried]
-            tried.sort(key=lambda one: -one[2].tau)
-            if not tried or not tried[0][2].beats(tally):
+                trials = [Trial(name, other.words(name), one.mean) for name, other, one in tried]
+            tried.sort(key=lambda one: one[2].mean)
+            if not tried or not tried[0][2].beats(fit):
                 break
-            name, best, tally = tried[0]
-            taken.append(Trial(name, best.words(name), tally.tau))
-        return Found(self.declared, best, first, tally, taken, trials)
+            name, best, fit = tried[0]
+            taken.append(Trial(name, best.words(name), fit.mean))
+        declared = self.tally(self.declared)
+        reached = declared if best == self.declared else self.tally(best)
+        return Found(self.declared, best, first, fit, declared, reached, taken, trials)
+
+
+def surprise(drafter: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
+    """-log q [n] of the data's token at every supervised slot that the draft vocabulary can say, and the row [n] that
+    each slot is in, both on the CPU."""
+    slots, inverse = drafter.slots(batch), drafter.vocabulary.inverse.to(batch.tokens.device)
+    label = inverse[slots.target_ids]
+    chosen = slots.mask & (label >= 0)
+    hidden, prev, label, rows = slots.hidden[chosen], slots.prev_ids[chosen], label[chosen], chosen.nonzero()[:, 0]
+    step, costs = max(1, LOGITS_AT_ONCE // len(drafter.vocabulary)), []
+    for part in torch.arange(len(label), device=label.device).split(step):
+        logits = drafter.logits(hidden[part], prev[part]).float()
+        costs.append(nn.functional.cross_entropy(logits, label[part], reduction="none").cpu())
+    return torch.cat(costs), rows.cpu()
+
+
+def _batch(shown: Sequence[Trajectory]) -> Batch:
+    """Rows of one answered prompt each; every answer token may be an anchor."""
+    samples = []
+    for one in shown:
+        count = len(one.tokens)
+        turns = (torch.arange(count) >= one.prompt).long()
+        empty = torch.zeros(count)
+        samples.append([Sample("", one.tokens.cpu(), turns, one.aux.cpu(), one.last.cpu(), empty.long(), empty)])
+    return Collate(max(len(one.tokens) for one in shown), 1, shown[0].last.dtype)(samples)
+
+
+def _place(drafter: Drafter, otherwise: Tensor) -> tuple[torch.device, torch.dtype]:
+    like = next(drafter.parameters(), otherwise)
+    return like.device, like.dtype
 
 
 def same_rope(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -206,22 +206,25 @@ def check_features(case: Case) -> Diagnosis:
 
 
 def _measured(case: Case, check: str, wrong: list[str], fine: str, notes: list[str] | None = None) -> Diagnosis:
-    """A convention's diagnosis, from the search: what is accepted as declared and under the best other values."""
+    """A convention's diagnosis, from the search: how the head fits and what is accepted as declared and otherwise."""
     found = case.found
     if found is None:
         return _is(check, wrong, "", {}) if wrong else _unjudged(check, _why_unmeasured(case))
     declared, best = found.declared.words(check), found.best.words(check)
-    tried = {one.value: round(one.tau, 3) for one in found.of(check)[:3]}
-    evidence = {"declared": declared, "tau": round(found.declared_tally.tau, 3), "tau_of_others": tried}
+    tau, reached = found.declared_tally.tau, found.best_tally.tau
+    tried = {one.value: round(one.cost, 4) for one in found.of(check)[:3]}
+    evidence = {"declared": declared, "tau": round(tau, 3), "cost": round(found.declared_fit.mean, 4)}
+    evidence["cost_of_others"] = tried
     if best != declared:
-        step = next(one for one in reversed(found.taken) if one.name == check)
-        others = [one for one in found.taken if one.name != check]
-        beside = f" (with {', '.join(sorted({one.name for one in others}))} changed too)" if others else ""
+        others = sorted({one.name for one in found.taken if one.name != check})
+        beside = f" (with {', '.join(others)} changed too)" if others else ""
+        before, after = found.declared_fit.mean, found.best_fit.mean
         wrong = [
             *wrong,
-            f"declared {declared}: tau {found.declared_tally.tau:.2f}; read as {best}: tau {step.tau:.2f}{beside}",
+            f"declared {declared}: tau {tau:.2f}, {before:.2f} nats a token; read as {best}: tau {reached:.2f}, "
+            f"{after:.2f} nats{beside}",
         ]
-        evidence |= {"best": best, "tau_of_best": round(step.tau, 3)}
+        evidence |= {"best": best, "tau_of_best": round(reached, 3), "cost_of_best": round(after, 4)}
     return _is(check, wrong, fine, evidence, notes)
 
 
@@ -237,7 +240,7 @@ def check_layers(case: Case) -> Diagnosis:
     drafter = case.patient.drafter
     if drafter is not None and not drafter.needs.layers:
         return _is("layers", wrong, "the head reads no captured layer", {})
-    return _measured(case, "layers", wrong, "no other layers accept more")
+    return _measured(case, "layers", wrong, "no other layers fit better")
 
 
 def check_last_state(case: Case) -> Diagnosis:
@@ -252,7 +255,7 @@ def check_last_state(case: Case) -> Diagnosis:
     beside = case.found
     if beside is not None and not beside.of("last_state"):
         return _is("last_state", wrong, "the head does not read the last state", {})
-    return _measured(case, "last_state", wrong, "the other side of the final norm does not accept more")
+    return _measured(case, "last_state", wrong, "the other side of the final norm does not fit better")
 
 
 def check_rope(case: Case) -> Diagnosis:
@@ -261,11 +264,11 @@ def check_rope(case: Case) -> Diagnosis:
     layer = getattr(case.patient.drafter, "layer_config", None)
     own, target = getattr(layer, "rope_parameters", None), rope_parameters(case.target.parts.config)
     if own and not same_rope(own, target):
-        notes.append(f"the head's rope {own} is not the target's {target}; no other accepts more on these prompts")
+        notes.append(f"the head's rope {own} is not the target's {target}; no other fits better on these prompts")
     longest, wanted = getattr(layer, "max_position_embeddings", None), case.target.parts.config.max_position_embeddings
     if longest and longest < wanted:
         notes.append(f"the head goes to position {longest}, the target to {wanted}: longer texts accept little")
-    return _measured(case, "rope", wrong, "no other rope accepts more", notes)
+    return _measured(case, "rope", wrong, "no other rope fits better", notes)
 
 
 def check_slot_convention(case: Case) -> Diagnosis:
@@ -298,7 +301,7 @@ def check_mask_token(case: Case) -> Diagnosis:
         size = float(rows[token].float().norm() / rows.float().norm(dim=-1).median())
         if size < SMALL_ROW and not drafter.settings().get("block", {}).get("trained_mask"):
             notes.append(f"the embedding of mask token {token} is {size:.1%} of the usual size: mask rows say nothing")
-    return _measured(case, "mask_token", wrong, "no other mask token accepts more", notes)
+    return _measured(case, "mask_token", wrong, "no other mask token fits better", notes)
 
 
 def check_mask(case: Case) -> Diagnosis:

@@ -26,7 +26,7 @@ from data.target import Target
 from drafters.contract import Batch, Drafter
 from drafters.vocabulary import DraftVocabulary
 from eval.casework import Asking, Case, Prepared, StoreTruth, answer_spans, generation_prompt
-from eval.conventions import Reading, Tally, other_layers, same_rope
+from eval.conventions import Fit, Reading, Tally, other_layers, same_rope
 from eval.diagnoses import CHECKS, check_last_state, check_layers
 from eval.doctor import Findings, examine
 from eval.patient import admit, map_faults, nearest_rows
@@ -340,12 +340,28 @@ def test_other_layers_by_hand() -> None:
 
 
 def test_beats_needs_size_and_certainty() -> None:
-    low, high = Tally([10, 10, 10, 10], [10, 10, 10, 10]), Tally([20, 20, 20, 20], [10, 10, 10, 10])
-    once = Tally([50, 7, 7, 7], [10, 10, 10, 10])
-    assert high.beats(low)
-    assert not low.beats(high)
-    assert not Tally([10, 10, 10, 11], [10, 10, 10, 10]).beats(low)
-    assert not once.beats(low), "one answer alone carries it"
+    counts = [10, 10, 10, 10]
+    high, low = Fit([30.0, 20.0, 40.0, 30.0], counts), Fit([20.0, 10.0, 30.0, 20.0], counts)
+    assert low.mean == 2.0
+    assert low.beats(high)
+    assert not high.beats(low)
+    assert not Fit([29.9, 19.9, 39.9, 29.9], counts).beats(high), "too small a gain"
+    assert not Fit([0.0, 22.0, 42.0, 32.0], counts).beats(high), "one answer alone carries it"
+    assert Tally([20, 10], [10, 5]).tau == 2.0
+
+
+def test_surprise_is_the_cross_entropy_of_training(fused: Path, target: Target) -> None:
+    """Every supervised slot once, as the plain objective counts them."""
+    case = Case(target, admit(fused, target.parts), asking(False))
+    beside = case.bedside(False)
+    assert beside is not None
+    fit = beside.fit(beside.declared)
+    lengths = [len(one.tokens) - one.prompt for one in beside.trajectories]
+    # An answer of n tokens has n - 1 slots 1, n - 2 slots 2, ...
+    assert fit.counts == [sum(max(0, n - k) for k in range(1, SLOTS + 1)) for n in lengths]
+    assert fit.mean < 0.2
+    other = beside.fit(replace(beside.declared, layers=(1, 2, 3)))
+    assert other.mean > fit.mean + 0.1
 
 
 def test_map_faults_by_hand() -> None:
