@@ -49,7 +49,7 @@ class AnswerSettings:
         if self.backend not in ("local", "server"):
             raise ValueError(f"answers.backend must be local or server, got {self.backend!r}")
         if self.backend == "server" and not self.server:
-            raise ValueError("answers.backend=server needs answers.server.base_url and answers.server.model")
+            raise ValueError("answers.backend=server needs answers.server={base_url: URL, model: NAME}")
         for name in ("max_new_tokens", "max_prompt_tokens", "samples", "batch_size"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"answers.{name} must be an integer >= 1, got {getattr(self, name)!r}")

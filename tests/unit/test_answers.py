@@ -268,7 +268,7 @@ def test_thinking_choice_reaches_server_and_rows(tmp_path: Path) -> None:
 def test_answer_settings_are_checked() -> None:
     for values, message in [
         ({"backend": "cloud"}, "answers.backend must be local or server"),
-        ({"backend": "server"}, "needs answers.server.base_url"),
+        ({"backend": "server"}, "needs answers.server="),
         ({"temperature": -1}, "temperature must be >= 0"),
         ({"batch_size": 0}, "answers.batch_size must be an integer >= 1"),
     ]:
