@@ -20,8 +20,8 @@ from data.features import (
     estimate_bytes,
     length_batches,
     observe,
-    shard_plan,
 )
+from data.layout import shard_plan
 from data.target import Features, Target
 from tests.doubles import HIDDEN_SIZE, VOCAB_SIZE, tiny_target
 
