@@ -349,6 +349,9 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed:
     known_groups(config, "drafter_dir", "prompts", "target", *OPTIONS, *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     measured = replace(measured, peaks=bool(config.calibrate))
+    # Read before anything is loaded: a wrong key must fail at once.
+    settings(ScheduleSettings, config.schedule, "schedule")
+    settings(HardwareSettings, config.hardware, "hardware")
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
