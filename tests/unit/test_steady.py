@@ -108,9 +108,10 @@ def test_groups_edges_and_the_clock(target: Target) -> None:
     assert clock.sizes["drafter_state"] > 0
 
 
-def test_lossy_and_same_noise(target: Target) -> None:
+def test_every_verification_is_the_waiting_loops(target: Target) -> None:
     drafter = head("eagle3", target)
-    for changes in ({"verification": "none"}, {"verification": "same_noise", "sampling": SAMPLED}):
+    sampled = ({"verification": name, "sampling": SAMPLED} for name in ("same_noise", "block"))
+    for changes in ({"verification": "none"}, *sampled):
         same(decode(target, drafter, Loop(), **changes), decode(target, drafter, None, **changes))
 
 
