@@ -12,7 +12,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from eval.engine_figures import Timed, level
 from eval.engine_report import EngineReport, parts
 from eval.engine_server import Server, free_port, started
 from eval.engine_settings import KEYS, ServingSettings
-from eval.evaluate import OPTIONS, EvalSettings, by_domain, checked, command
+from eval.evaluate import OPTIONS, EvalSettings, by_domain, checked, command, plain_keys
 from eval.lossless import Difference, compare
 from eval.page import PAGE
 from eval.passes import prompt_seed
@@ -48,7 +48,7 @@ from eval.report import beside
 from eval.traces import Traces
 from eval.turns import Request, Turns
 
-NOT_HERE = ("replay", "recording", "calibrate", "verification")
+NOT_HERE = ("replay", "recording", "calibrate", "verification", "loop")
 WARM_UP_TOKENS = 16
 EXAMPLE_PORTS = {True: 8000, False: 8001}
 
@@ -140,13 +140,15 @@ def run_engines(config: DictConfig, folder: Path) -> EngineReport | None:
 
 def planned(config: DictConfig, folder: Path) -> Job:
     """Read and check all settings; export the drafter when it is our own folder. ValueError names what does not fit."""
-    own = [key.name for key in fields(EvalSettings) if key.name != "peaks"]
-    known_groups(config, "drafter_dir", "prompts", "target", "engine", *OPTIONS, *own)
+    own = plain_keys()
+    known_groups(config, "drafter_dir", "prompts", "target", "engine", "tree", *OPTIONS, *own)
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     how = settings(EvalSettings, {name: plain[name] for name in own if name in plain}, "eval")
     serving = settings(ServingSettings, {name: plain[name] for name in KEYS if name in plain}, "eval")
     engine = settings(EngineSettings, plain["engine"], "engine")
     given = [name for name in NOT_HERE if plain.get(name)]
+    given += ["tree"] if plain["tree"]["kind"] != "none" else []
+    given += ["schedule"] if plain["schedule"]["name"] is not None else []
     if given:
         raise ValueError(f"engine={engine.name} measures what a server does: {', '.join(given)} cannot be set with it")
     if engine.name not in DIALECTS:

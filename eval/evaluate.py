@@ -369,7 +369,7 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
         from eval.engines import run_engines  # it imports this module
 
         return run_engines(config, folder)
-    own = [key.name for key in fields(EvalSettings) if key.name not in ("peaks", "tree")]
+    own = plain_keys()
     known_groups(config, "drafter_dir", "prompts", "target", "tree", *OPTIONS, *own)
     measured = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     tree = settings(TreeSettings, config.tree, "tree")
@@ -410,6 +410,11 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     report.show(console)
     console.print(f"report         {path.with_name(PAGE)}", soft_wrap=True)
     return report
+
+
+def plain_keys() -> list[str]:
+    """Keys of the config that are EvalSettings' own."""
+    return [key.name for key in fields(EvalSettings) if key.name not in ("peaks", "tree")]
 
 
 def loop_of(how: ScheduleSettings, measured: EvalSettings, drafter: Drafter, roofline: Callable[[], Cost]) -> Loop:

@@ -72,14 +72,11 @@ class DrafterModule(LightningModule):
 
     def training_step(self, batch: Batch, step: int) -> Tensor:
         with torch.autocast(batch.tokens.device.type, torch.bfloat16) if self.autocast else nullcontext():
-            return self._step(batch)
-
-    def _step(self, batch: Batch) -> Tensor:
-        if self.self_forcing is not None:
-            batch = self.self_forcing(self.drafter, batch, batch.seed)
-        with waiting(self.activations, batch.tokens.device):
-            slots = self.drafter.slots(batch)
-        terms = slot_terms(self.drafter, slots, batch, self.target, self.objective)
+            if self.self_forcing is not None:
+                batch = self.self_forcing(self.drafter, batch, batch.seed)
+            with waiting(self.activations, batch.tokens.device):
+                slots = self.drafter.slots(batch)
+            terms = slot_terms(self.drafter, slots, batch, self.target, self.objective)
         self.window.add(
             loss=terms.loss,
             denominator=terms.denominator,

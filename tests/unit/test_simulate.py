@@ -124,7 +124,8 @@ def test_pareto_by_hand() -> None:
 
 
 def test_traces_of_recorded_answers(tmp_path: Path) -> None:
-    drafted = Generation([1], [3, 2, 1], [2, 1, 1], [2, 2, 1], [2, 1, 1], [[0.9, 0.8], [0.7, 0.6], [0.5, 0.4]])
+    sure = [[0.9, 0.8], [0.7, 0.6], [0.5, 0.4]]
+    drafted = Generation([1], [3, 2, 1], [2, 1, 1], [2, 2, 1], [2, 1, 1], confidences=sure)
     bare = Generation([1], [1], [0], [2], [0])
     traces = Traces.of([drafted], 2)
     assert traces.kept.tolist() == [2, 1], "the round that the answer's end cut is left out"
