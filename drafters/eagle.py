@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from drafters.contract import Batch, Needs, SlotBatch, TargetParts
 from drafters.decoder import PlainLayer, take_block
 from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings, plain_norm_weight
+from drafters.sampling import round_seeds
 from drafters.unrolled import Unrolled
 from drafters.vocabulary import DraftVocabulary
 
@@ -100,8 +101,10 @@ class Eagle(Unrolled):
         if not self.training or self.noise == 0:
             return batch
         device, (rows, *shape) = batch.last.device, batch.last.shape
-        numbers = [batch.first_row + row * batch.row_step for row in range(rows)]
-        generators = [torch.Generator(device).manual_seed((batch.seed << 20) + number) for number in numbers]
+        numbers = batch.first_row + batch.row_step * torch.arange(rows)
+        # Mixed: a Mersenne twister's first numbers are alike for seeds that are.
+        seeds = round_seeds(torch.full_like(numbers, batch.seed), numbers).tolist()
+        generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         drawn = torch.stack([torch.rand(shape, generator=one, device=device) for one in generators])
         return replace(batch, last=batch.last + (self.noise * (2 * drawn - 1)).to(batch.last.dtype))
 
