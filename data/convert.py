@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data.conversations import Conversation
-from data.features import FeatureStore, fill, new_header, only_writer, same_header, with_top
+from data.features import FeatureStore, feature_range, fill, new_header, only_writer, same_header, with_top
 from data.layout import Sample, StoreSettings, plan_of
 from data.target import DTYPES, Target
 
@@ -49,6 +49,9 @@ def convert(
     def make(start: int, stop: int) -> Iterator[tuple[int, Sample]]:
         for index in range(start, stop):
             sample = old[index]
+            for place, layer in enumerate(old.layers):
+                feature_range(sample.aux[:, place], layout.aux_dtype, f"{sample.id}: output of layer {layer}")
+            feature_range(sample.last, layout.last_dtype, f"{sample.id}: last hidden state")
             sample = replace(sample, last=sample.last.to(layout.last_dtype))
             yield index - start, with_top(sample, target.parts, layout.topk)
 

@@ -243,10 +243,10 @@ class FeatureStore:
             if read >= positions:
                 break
         taught = {name: torch.cat([one[name] for one in found]) for name in found[0]}
+        dtype = DTYPES[self.header["target_dtype"]]
         if self.layout.last is None:
-            self.truth = top_truth(taught["top_ids"], taught["top_logp"], taught["top1"], str(self.folder))
+            self.truth = top_truth(taught, str(self.folder), dtype)
         else:
-            dtype = DTYPES[self.header["target_dtype"]]
             self.truth = feature_truth(parts, taught["last"], taught["top1"], str(self.folder), dtype)
         return self.truth
 
@@ -339,12 +339,17 @@ def with_top(sample: Sample, parts: TargetParts, count: int) -> Sample:
     return replace(sample, last=sample.last[:, :0], top_ids=torch.cat(ids), top_logp=torch.cat(logp))
 
 
-def top_truth(ids: Tensor, logp: Tensor, top1: Tensor, where: str) -> float:
-    """Share of positions whose most likely kept token is the target's argmax. ids, logp [n, k], top1 [n]. ValueError
+def top_truth(taught: dict[str, Tensor], where: str, target_dtype: torch.dtype = torch.float32) -> float:
+    """Share of positions whose most likely kept token is the target's argmax; in a 16-bit dtype, any kept token whose
+    logit that dtype cannot tell from the largest. taught: top_ids, top_logp [n, k], top1, lse [n]. ValueError
     below 99%, or when the k probabilities are not descending parts of a whole."""
-    share = float((ids[:, 0] == top1).float().mean()) if len(top1) else 0.0
+    ids, logp, top1 = taught["top_ids"], taught["top_logp"].float(), taught["top1"]
+    logits = logp + taught["lse"].float()[:, None]
+    eps = torch.finfo(target_dtype).eps
+    near = logits >= logits[:, :1] - eps * logits[:, :1].abs()
+    share = float(((ids == top1[:, None]) & near).any(-1).float().mean()) if len(top1) else 0.0
     descending = bool((logp[:, 1:] <= logp[:, :-1]).all())
-    largest = float(logp.float().exp().sum(-1).max()) if len(top1) else 0.0
+    largest = float(logp.exp().sum(-1).max()) if len(top1) else 0.0
     if share < TRUTH_SHARE or not descending or not largest < 1.01:
         raise ValueError(
             f"{where}: the most likely kept token is the target's argmax on {share:.1%} of {len(top1)} positions (>= "
@@ -359,7 +364,7 @@ def feature_range(values: Tensor, dtype: torch.dtype, what: str) -> None:
     if not largest <= torch.finfo(dtype).max:
         raise ValueError(
             f"{what} reaches {largest:g}, beyond {dtype_name(dtype)} ({torch.finfo(dtype).max:g}): use "
-            f"features dtype bfloat16 or float32"
+            f"features.precision (features.last) bfloat16 or float32"
         )
 
 

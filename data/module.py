@@ -1,5 +1,6 @@
 """Batches for Lightning: the store or the live target behind one plan of rows, resumable at any micro-step."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -100,6 +101,13 @@ class Steps(Dataset):
         return batch
 
 
+def leave_signals(_: int) -> None:
+    """For loader processes: SLURM signals the whole process group, and the trainer, which finishes its step, still
+    needs them."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StepLoader:
     """An epoch-less loader of micro-steps [0, total) that starts where it was stopped.
 
@@ -120,6 +128,7 @@ class StepLoader:
             sampler=range(self.position, self.total),
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=leave_signals,
         )
         for batch in loader:
             self.position += 1

@@ -150,6 +150,14 @@ class Batch:
         """[B] int64: each row's number among the micro-step's rows of all ranks."""
         return self.first_row + self.row_step * torch.arange(len(self.tokens), device=self.tokens.device)
 
+    def pin_memory(self) -> Self:
+        """For torch's loader: page-locked, so that `to` does not wait."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        pinned: dict[str, Any] = {
+            name: value.pin_memory() for name, value in tensors.items() if isinstance(value, Tensor)
+        }
+        return replace(self, **pinned)
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move all tensors; cast the features (aux, last) to dtype when given."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -280,8 +280,13 @@ def compare_store(target: Target, store: FeatureStore) -> StoreTruth:
         away = [relative(kept[:, place], own[:, other]) for other in layers]
         best = min(layers, key=lambda other: away[other])
         nearest[layer] = (best, away[best], away[layer] if layer < len(away) else float("inf"))
-    last = torch.cat([one.last for one in samples])
-    top1 = torch.cat([fresh[i].top1 for i in range(len(samples))])
+    kept_at = [(one.turns > 0) | (store.layout.teacher_at == "all") for one in samples]
+    top1 = torch.cat([fresh[i].top1[at] for i, at in enumerate(kept_at)])
+    if store.layout.last is None:  # top-k tokens in place of the state: only the first of them can be compared
+        first = torch.cat([cast(Tensor, one.top_ids)[at, 0] for one, at in zip(samples, kept_at, strict=True)])
+        same = float((first == top1).float().mean())
+        return StoreTruth(same, 0.0, nearest)
+    last = torch.cat([one.last[at] for one, at in zip(samples, kept_at, strict=True)])
     parts = target.parts
     normed = parts.norm(last.to(parts.embedding))
     dtype = DTYPES[store.header["target_dtype"]]

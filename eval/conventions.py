@@ -50,9 +50,6 @@ class Reading:
         return str(list(value) if name == "layers" else value)
 
 
-DIMENSIONS = ("layers", "last_state", "rope", "slot_convention", "mask_token")
-
-
 @dataclass(frozen=True)
 class Fit:
     """How badly a reading fits, by answer: cost summed over `counts` tokens. The cost of a token is its surprise

@@ -311,7 +311,7 @@ def check_mask(case: Case) -> Diagnosis:
     if "tokenizer" in case.foreign:
         return _unjudged("mask", "the data are of another tokenizer")
     wrong, spans, store = [], case.spans, case.prepared.store
-    for index in range(min(8, len(store)) if store is not None else 0):
+    for index in range(min(8, len(store), len(case.prepared.conversations)) if store is not None else 0):
         assert store is not None
         tokens, turns = store.text(index)
         mine = case.prepared.conversations[index]

@@ -376,6 +376,8 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     how = settings(ScheduleSettings, config.schedule, "schedule")
     hardware = settings(HardwareSettings, config.hardware, "hardware")
     measured = replace(measured, peaks=bool(config.calibrate), tree=tree)
+    if config.replay and (how.name is not None or measured.loop is not None):
+        raise ValueError("a replay decodes nothing: schedule must be none and loop null with replay=true")
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))

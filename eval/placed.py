@@ -31,7 +31,8 @@ class PlacedCache:
         self.chunk: int = getattr(config, "attention_chunk_size", None) or 0
         self.cache = DynamicCache()
         held = read.visible.shape[1]
-        columns = torch.arange(held, device=read.lengths.device) + (held - read.lengths)[:, None]
+        # Columns that no remaining row needs may be left from rows that have ended.
+        columns = torch.arange(min(held, width), device=read.lengths.device) + (held - read.lengths)[:, None]
         self.cache.layers = [_moved(layer.keys, layer.values, columns, width) for layer in read.layers]
 
     @property
@@ -81,7 +82,7 @@ def _moved(keys: Tensor | None, values: Tensor | None, columns: Tensor, width: i
     made = []
     for part in (keys, values):
         buffer = part.new_zeros(*part.shape[:2], width, part.shape[3])
-        buffer[:, :, : part.shape[2]] = part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3]))
+        buffer[:, :, : columns.shape[1]] = part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3]))
         made.append(buffer)
     layer.keys, layer.values = made
     layer.width, layer.is_initialized, layer.device = width, True, keys.device

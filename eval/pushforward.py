@@ -174,6 +174,8 @@ def run(config: DictConfig, folder: Path) -> PushForward:
     known_groups(config, "drafter_dir", "prompts", "target", "tree", *OPTIONS, *own)
     if config.tree.kind != "none":
         raise ValueError(f"pushed text is a chain: tree must be none, got {config.tree.kind}")
+    if config.schedule.name is not None or config.loop is not None:
+        raise ValueError("pushed text is not verified: schedule must be none and loop null")
     chosen = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter = load_drafter(Path(config.drafter_dir).expanduser().resolve(), target.parts)

@@ -14,7 +14,7 @@ Letters in shapes: R requests of the group now, S at its start, N = K + 1.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
@@ -153,6 +153,7 @@ class SteadyGroup(Group):
             self.schedule.check(self.verification, settings)
         self.on_gpu = target.device.type == "cuda"
         self.started = False
+        self.paired = False  # one of two halves, whose times are settled together
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -384,18 +385,22 @@ class SteadyGroup(Group):
         if self.clock is None:
             return
         self.clock.hold("target_cache", self.placed.nbytes)
-        if not self.spans:
-            return
-        torch.cuda.synchronize(self.target.device)
-        whole = time.perf_counter() - self.began_rounds
-        found = dict.fromkeys(("draft", "verify", "rest"), 0.0)
-        for name, start, end in self.spans:
-            found[name] += end.since(start)
-        # What overlaps counts once: shares of the time that passed.
-        scale = min(1.0, whole / max(sum(found.values()), 1e-9))
-        for name, seconds in found.items():
-            self.clock.seconds[name] += scale * seconds
-        self.clock.seconds["rest"] += max(0.0, whole - sum(found.values()))
+        if self.spans and not self.paired:
+            if self.on_gpu:
+                torch.cuda.synchronize(self.target.device)
+            settle(self.clock, self.spans, time.perf_counter() - self.began_rounds)
+
+
+def settle(clock: Clock, spans: Sequence[tuple[str, Mark, Mark]], whole: float) -> None:
+    """Add spans (stage, start, end) of the `whole` seconds that passed to a clock: what overlaps counts once, by
+    shares, and what no span covers is rest."""
+    found = dict.fromkeys(("draft", "verify", "rest"), 0.0)
+    for name, start, end in spans:
+        found[name] += end.since(start)
+    scale = min(1.0, whole / max(sum(found.values()), 1e-9))
+    for name, seconds in found.items():
+        clock.seconds[name] += scale * seconds
+    clock.seconds["rest"] += max(0.0, whole - sum(found.values()))
 
 
 class HalvesGroup:
@@ -415,6 +420,8 @@ class HalvesGroup:
         self.halves = [
             SteadyGroup(loop, target, drafter, settings, clock, watch, half, streams.half()) for half in range(2)
         ]
+        for half in self.halves:
+            half.paired = True
 
     def run(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
         """Decode prompts into results, every second prompt in each half."""
@@ -427,7 +434,13 @@ class HalvesGroup:
             pass
         for group in running:
             group.close()
-        clock = self.halves[0].clock
+        clock, device = self.halves[0].clock, self.halves[0].target.device
+        timed = [group for group in running if group.started and group.spans]
+        if clock is not None and timed:  # the halves' spans overlap each other: settled as one
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            whole = time.perf_counter() - min(group.began_rounds for group in timed)
+            settle(clock, [span for group in timed for span in group.spans], whole)
         if clock is not None and all(group.started for group in running):
             clock.hold("target_cache", sum(group.placed.nbytes for group in running))
             if self.halves[0].drafter is not None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Timer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -74,6 +75,15 @@ class AtomicCheckpoints(TorchCheckpointIO):
             temporary.unlink(missing_ok=True)
             kept = "the one before it is whole" if final.exists() else "there is none yet"
             raise OSError(f"checkpoint {final} could not be written, {kept}: {error}; free space, run again") from error
+
+
+class WindowTimer(Timer):
+    """Lightning's time limit, which is up only between optimizer steps: a checkpoint inside an accumulation window
+    would lose the gradient of its first micro-steps."""
+
+    def on_train_batch_end(self, trainer: Trainer, *rest: Any, **named: Any) -> None:
+        if (trainer.fit_loop.total_batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            super().on_train_batch_end(trainer, *rest, **named)
 
 
 class Keeper(Callback):

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from eval.recording import Question, Recording, belongs, owner_of, record_answer
 from eval.replay import Trajectory
 from training.acceptance import AcceptanceCallback, AcceptanceSettings
 from training.activations import Kept, spare_activations
-from training.keeper import AtomicCheckpoints, Keeper, difference, resume_point
+from training.keeper import AtomicCheckpoints, Keeper, WindowTimer, difference, resume_point
 from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
@@ -319,13 +320,13 @@ def build_trainer(
     precision = chosen.resolved_precision()
     if sharded(strategy) and precision == "bf16-mixed":
         precision = "32-true"  # Lightning refuses to mix here; the module's step does it
+    ending = [] if chosen.max_minutes is None else [WindowTimer(timedelta(minutes=chosen.max_minutes))]
     own: list[Any] = [AtomicCheckpoints()]
     if SLURMEnvironment.detect():  # a signal must not write a checkpoint inside an accumulation window
         own.append(SLURMEnvironment(auto_requeue=False))
     return Trainer(
         default_root_dir=out,
         max_steps=steps,
-        max_time=None if chosen.max_minutes is None else {"seconds": round(chosen.max_minutes * 60)},
         accelerator=chosen.accelerator,
         devices=chosen.devices,
         num_nodes=chosen.num_nodes,
@@ -335,7 +336,7 @@ def build_trainer(
         gradient_clip_val=optimizer.clip or None,
         logger=loggers or False,
         log_every_n_steps=chosen.log_every,
-        callbacks=[*callbacks, *([RichProgressBar()] if chosen.progress else [])],
+        callbacks=[*callbacks, *ending, *([RichProgressBar()] if chosen.progress else [])],
         enable_progress_bar=chosen.progress,
         enable_checkpointing=False,
         enable_model_summary=False,

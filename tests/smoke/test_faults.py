@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -287,18 +288,22 @@ def test_clocks_decide_nothing(prepared, finished, tmp_path, skew):
     assert len(FeatureStore.open(data / "features", target.identity)) == 12
 
 
-def test_sigterm_writes_a_checkpoint_and_exits_with_143(prepared, tmp_path):
-    """As SLURM preempts: the step that runs is finished and saved, nothing is measured, the same command goes on."""
-    words = overrides(
-        prepared, **SHORT | {"trainer.max_steps": 100000, "trainer.checkpoint_every": 100000, "acceptance.every": 0}
-    )
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sigterm_writes_a_checkpoint_and_exits_with_143(prepared, tmp_path, workers):
+    """As SLURM preempts, which signals loader processes too: the step that runs is finished and saved, nothing is
+    measured, the same command goes on."""
+    long = {"trainer.max_steps": 100000, "trainer.checkpoint_every": 100000, "acceptance.every": 0}
+    words = overrides(prepared, **SHORT | long | {"batch.workers": workers})
     out = tmp_path / "run"
     (process,) = ranks.start(out, words, 1)
     deadline = time.monotonic() + WAIT
     while not (out / "metrics.csv").exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGTERM)
+    loaders = psutil.Process(process.pid).children(recursive=True)
+    assert len(loaders) >= workers
+    for pid in [*(one.pid for one in loaders), process.pid]:
+        os.kill(pid, signal.SIGTERM)
     assert ranks.finish([process], WAIT) == [143], ranks.words(out, 0)
     assert "stopped by a signal after step" in ranks.words(out, 0)
     step = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from data.module import BatchSettings, OnlineSource, PackedData, StoreSource
 from data.target import Target
 from tests import checks
 from tests.prepared import LAYERS, overrides, prepare_tiny, trace, train
+from training.keeper import WindowTimer
 from training.train import run
 
 
@@ -220,3 +223,15 @@ def test_a_time_limit_still_leaves_a_measured_drafter(prepared, tmp_path, checkp
     keys["trainer.checkpoint_every"] = checkpoint_every
     assert Path(train(prepared, tmp_path, **keys)["drafter"]).exists()
     assert read_json(tmp_path / "learning_curve.json")[-1]["tokens"] > 0
+
+
+def test_time_is_up_only_between_optimizer_steps():
+    """A stop inside an accumulation window would lose the gradient of its first micro-steps."""
+    timer = WindowTimer(timedelta(seconds=0))
+    looked: list[int] = []
+    trainer = SimpleNamespace(accumulate_grad_batches=3, fit_loop=SimpleNamespace(total_batch_idx=0))
+    timer._check_time_remaining = lambda trainer: looked.append(trainer.fit_loop.total_batch_idx)
+    for index in range(7):
+        trainer.fit_loop.total_batch_idx = index
+        timer.on_train_batch_end(trainer, None, None, None, index)
+    assert looked == [2, 5]

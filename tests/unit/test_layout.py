@@ -191,15 +191,21 @@ def test_topk_in_place_of_the_last_hidden_state(target: Target, plain: FeatureSt
 
 def test_damaged_top_tokens_are_refused() -> None:
     ids, logp = torch.tensor([[3, 1], [2, 0]]), torch.tensor([[-0.2, -2.0], [-0.5, -1.0]])
-    assert top_truth(ids, logp, torch.tensor([3, 2]), "here") == 1.0
-    for wrong in (
-        (ids, logp, torch.tensor([3, 1])),
-        (ids, logp.flip(1), torch.tensor([3, 2])),
-        (ids, logp + 1, torch.tensor([3, 2])),
-        (ids[:0], logp[:0], torch.tensor([], dtype=torch.int64)),
-    ):
+    good = {"top_ids": ids, "top_logp": logp, "top1": torch.tensor([3, 2]), "lse": torch.tensor([20.0, 20.0])}
+    assert top_truth(good, "here") == 1.0
+    nothing = {name: values[:0] for name, values in good.items()}
+    for wrong in ({"top1": torch.tensor([3, 1])}, {"top_logp": logp.flip(1)}, {"top_logp": logp + 1}, nothing):
         with pytest.raises(ValueError, match="here: the most likely kept token"):
-            top_truth(*wrong, "here")
+            top_truth(good | wrong, "here")
+
+
+def test_top_tokens_that_16_bits_cannot_tell_apart_count_as_the_same() -> None:
+    """Logits 20 and 19.95 are one bfloat16 number: which of the two is the argmax is chance."""
+    taught = {"top_ids": torch.tensor([[3, 1]]), "top_logp": torch.tensor([[-0.7, -0.75]])}
+    taught |= {"top1": torch.tensor([1]), "lse": torch.tensor([20.7])}
+    assert top_truth(taught, "here", torch.bfloat16) == 1.0
+    with pytest.raises(ValueError, match="most likely kept token"):
+        top_truth(taught, "here")
 
 
 def test_first_version_is_still_written_and_read(target: Target, plain: FeatureStore) -> None:

@@ -16,7 +16,7 @@ from eval.decoder import Clock, DecodeSettings, Generation, generate
 from eval.placed import PlacedCache
 from eval.rounds import profile_rounds, random_prompts
 from eval.sentinel import WaitError, no_waits
-from eval.steady import Loop, SteadyGroup, Track
+from eval.steady import Loop, SteadyGroup, Track, settle
 from tests import checks
 from tests.doubles import END_ID, START_ID, tiny_target
 
@@ -113,6 +113,40 @@ def test_every_verification_is_the_waiting_loops(target: Target) -> None:
     sampled = ({"verification": name, "sampling": SAMPLED} for name in ("same_noise", "block"))
     for changes in ({"verification": "none"}, *sampled):
         same(decode(target, drafter, Loop(), **changes), decode(target, drafter, None, **changes))
+
+
+def test_a_long_prompt_that_ends_at_its_first_token() -> None:
+    """Its columns are still in the cache that the others' are taken from."""
+    target = tiny_target("llama")
+    prompts = [[START_ID, *(9 + (7 * i + n) % 40 for i in range(n - 1))] for n in (60, 50, 49)]
+    short = DecodeSettings(num_slots=K, max_new_tokens=4)
+    firsts = [one.tokens[0] for one in generate(target, None, prompts, DecodeSettings(max_new_tokens=1))]
+    assert firsts[0] not in firsts[1:]
+    target.model.generation_config.eos_token_id = [firsts[0]]
+    drafter = checks.build("eagle3", target, num_slots=K)
+    waiting = generate(target, drafter, prompts, short)
+    assert len(waiting[0].tokens) == 1
+    for kind in ("steady", "halves"):
+        same(generate(target, drafter, prompts, short, group=Loop(kind).group), waiting)
+
+
+def test_time_that_passes_once_counts_once() -> None:
+    """Two halves of a batch whose drafts and verifications overlap, in 10 seconds."""
+
+    class At:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def since(self, start: "At") -> float:
+            return self.seconds - start.seconds
+
+    clock = Clock()
+    spans = [("draft", At(0), At(4)), ("verify", At(4), At(10)), ("draft", At(4), At(8)), ("verify", At(0), At(6))]
+    settle(clock, spans, 10.0)  # type: ignore[arg-type]
+    assert sum(clock.seconds.values()) == pytest.approx(10.0)
+    assert clock.seconds["draft"] == pytest.approx(4.0)
+    settle(clock, [("draft", At(0), At(1))], 3.0)  # type: ignore[list-item]
+    assert clock.seconds["rest"] == pytest.approx(2.0)
 
 
 class Watched(SteadyGroup):
