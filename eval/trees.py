@@ -348,8 +348,3 @@ def grow(source: Source, settings: TreeSettings, num_slots: int) -> Tree:
     if settings.kind != "ddtree" or slots is None:
         raise ValueError(f"no tree of kind {settings.kind} grows from {type(source.branches).__name__}")
     return grow_ddtree(source, cast(Tensor, slots), settings.nodes)
-
-
-def chain_paths(depth: int) -> list[list[int]]:
-    """Paths of a chain, for comparison."""
-    return [[0] * n for n in range(1, depth + 1)]

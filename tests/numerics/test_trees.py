@@ -16,7 +16,6 @@ from eval.trees import (
     Source,
     Tree,
     TreeSettings,
-    chain_paths,
     child_table,
     grow,
     grow_ddtree,
@@ -33,6 +32,11 @@ V = 3
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]
 SHAPE = shape_of(PATHS)
 CHILDREN = ("top", "without_replacement", "with_replacement")
+
+
+def chain_paths(depth: int) -> list[list[int]]:
+    """Paths of a chain, for comparison."""
+    return [[0] * n for n in range(1, depth + 1)]
 
 
 def test_shape_by_hand() -> None:
