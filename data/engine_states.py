@@ -33,6 +33,8 @@ from data.target import Target, feature_truth
 COSINE = 0.999
 PROBED = 4  # conversations that the target reads here, too
 PROBE_TOKENS = 128
+FOLLOWED = 100  # next tokens of the server that are compared at once, first; fewer cannot tell 99% from bad luck
+FOLLOWED_MOST = 6400  # later more each time: a share just above 99% must not fail one of many small samples
 CPU_CONNECTOR = ("CpuHiddenStatesConnector", "headstart_vllm_states")
 
 
@@ -94,6 +96,9 @@ class Engine:
         self.ids = engine_layers(layers, target.identity["num_layers"])
         self.folder = Path(settings.folder).resolve()
         self.dtype = torch.bfloat16  # of what the server shows, once it has shown something
+        self._last: list[Tensor] = []  # of conversations whose next token is still to be compared, [1, D] each
+        self._following: list[int] = []
+        self._enough = FOLLOWED
         self._client = httpx.Client(headers=headers, timeout=settings.timeout, transport=transport)
 
     def states(self, tokens: Sequence[int]) -> tuple[Tensor, int]:
@@ -179,10 +184,10 @@ class Engine:
         self, conversations: Sequence[Conversation], dtype: str | StoreSettings
     ) -> Iterator[tuple[int, Sample]]:
         """As data.features.observe, from the server. ValueError when its own next tokens are not those of our head on
-        its last hidden states."""
+        its last hidden states: compared over all calls, after 100 conversations and then after twice as many each
+        time."""
         width = self.target.identity["hidden_size"]
         layout = StoreSettings.of(dtype).layout(len(self.layers), width, self.target.dtype)
-        last_states, following = [], []
         with ThreadPoolExecutor(self.settings.concurrency) as pool:
             shown = pool.map(self.features, [one.tokens for one in conversations])
             for index, (one, (aux, last, token)) in enumerate(zip(conversations, shown, strict=True)):
@@ -190,8 +195,7 @@ class Engine:
                 for place, layer in enumerate(self.layers):
                     feature_range(aux[:, place], layout.aux_dtype, f"{one.id}: output of layer {layer}")
                 feature_range(last, layout.last_dtype, f"{one.id}: last hidden state")
-                last_states.append(last[-1:].cpu())
-                following.append(token)
+                self._follow(last[-1:], token)
                 sample = Sample(
                     id=one.id,
                     tokens=torch.tensor(one.tokens),
@@ -202,6 +206,15 @@ class Engine:
                     lse=lse.cpu(),
                 )
                 yield index, with_top(sample, self.target.parts, layout.topk)
-        engine, where = torch.tensor(following), f"{self.settings.base_url}, its own next tokens"
-        if len(following) >= 100:  # fewer cannot tell 99% from bad luck
-            feature_truth(self.target.parts, torch.cat(last_states), engine, where, self.dtype)
+
+    def _follow(self, last: Tensor, token: int) -> None:
+        """Keep a conversation's last state [1, D] and the server's next token, over shards; compare once enough are
+        there."""
+        self._last.append(last.cpu())
+        self._following.append(token)
+        if len(self._following) < self._enough:
+            return
+        states, engine, where = torch.cat(self._last), torch.tensor(self._following), "its own next tokens"
+        self._last, self._following = [], []
+        self._enough = min(2 * self._enough, FOLLOWED_MOST)
+        feature_truth(self.target.parts, states, engine, f"{self.settings.base_url}, {where}", self.dtype)

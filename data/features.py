@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from checkpoints.files import fingerprint, read_json, sha256_file, write_json, write_tensors
+from checkpoints.files import atomic, fingerprint, read_json, sha256_file, write_json, write_tensors
 from data.conversations import Conversation
 from data.identity import identity_difference
 from data.layout import Layout, Sample, ShardReader, ShardWriter, StoreSettings, plan_of, shard_size
@@ -444,8 +444,10 @@ def write_shard(
         writer.put(index, sample)
     mark, path = fingerprint(header), shard_path(folder, number)
     # One key alone: safetensors writes several in random order, and the bytes must not depend on it.
-    write_tensors(path, writer.tensors(), {"place": f"{mark}/{number}"})
-    sidecar = sidecar_of(conversations, number, mark, sha256_file(path), path.stat().st_size)
+    # Hashed before it has its name: another writer's file of that name is not this one.
+    with atomic(path) as temporary:
+        write_tensors(temporary, writer.tensors(), {"place": f"{mark}/{number}"})
+        sidecar = sidecar_of(conversations, number, mark, sha256_file(temporary), temporary.stat().st_size)
     write_json(_sidecar_path(folder, number), sidecar)
 
 

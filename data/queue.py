@@ -7,8 +7,9 @@
 
 Producers take the first shard that nobody has, and wait when they are `ahead` shards beyond the slowest reader. With
 `free`, a shard that all readers have passed is deleted: the folder then never holds more than about `ahead` shards,
-and training ends with its first epoch. A producer that dies is noticed by its silence: another takes its shard, and a
-trainer that finds none alive ends with its name. Ages are read off the folder's own clock, not the machines'.
+and serves one run, from its start, for one epoch. A producer that dies is noticed by its silence: another takes its
+shard, and a trainer that finds none alive ends with its name. Ages are read off the folder's own clock, not the
+machines'.
 """
 
 import json
@@ -17,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,15 @@ import torch
 from checkpoints.files import atomic, fingerprint, read_json, write_json
 from data.collate import Plan
 from data.conversations import Conversation
-from data.features import FeatureStore, same_header, shard_finished, shard_path, sidecar_of, write_shard
+from data.features import (
+    FeatureStore,
+    conversations_fingerprint,
+    same_header,
+    shard_finished,
+    shard_path,
+    sidecar_of,
+    write_shard,
+)
 from data.identity import identity_difference
 from data.layout import Layout, Sample, plan_of
 from drafters.contract import TargetParts
@@ -39,8 +48,9 @@ FREED = "freed"
 class QueueSettings:
     """active: several producers fill one folder, and trainers may read it meanwhile (batch.features=queue). seed:
     of the order, batch.seed of the trainer. ahead: shards beyond the slowest reader (null: no limit). free: delete
-    shards that all readers have passed. readers: trainers to wait for before a shard is deleted. silent_s: seconds
-    without a sign of life after which one counts as dead."""
+    shards that all readers have passed. readers: to wait for before a shard is deleted; every process that reads
+    counts: a rank, or with batch.workers above 0 each of its loader processes. silent_s: seconds without a sign of life
+    after which one counts as dead; the header tells it to the trainers."""
 
     active: bool = False
     seed: int = 0
@@ -119,7 +129,11 @@ def living(folder: Path, kind: str, silent_s: float) -> tuple[dict[str, Any], di
         if old is None:
             continue
         if old <= silent_s:
-            there[name] = read_json(path)
+            try:
+                there[name] = read_json(path)
+            except ValueError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):  # it ended after our look
+                    raise
         else:
             silent[name] = old
     return there, silent
@@ -153,6 +167,8 @@ class Producer:
     progress: Callable[[int], None] | None = None
     name: str = field(default_factory=who)
     _touched: list[Path] = field(default_factory=list)
+    _first: int = 0  # all shards before it are finished
+    _freed: int = 0  # all shards before it are deleted
 
     def run(self) -> int:
         """Write shards until all are there; returns how many this one wrote."""
@@ -185,14 +201,15 @@ class Producer:
         while True:
             if self.settings.free:
                 self._free()
-            missing = [n for n in range(len(self.plan)) if not shard_finished(self.folder, n)]
-            if not missing:
+            while self._first < len(self.plan) and shard_finished(self.folder, self._first):
+                self._first += 1
+            if self._first == len(self.plan):
                 return None
             limit = self._limit()
-            for number in missing:
-                if number < limit and self._take(number):
+            for number in range(self._first, min(limit, len(self.plan))):
+                if not shard_finished(self.folder, number) and self._take(number):
                     return number
-            if missing[0] >= limit and not said:
+            if self._first >= limit and not said:
                 self.tell(f"{self.folder}: {limit} shards are ready; producing goes on when readers pass some")
                 said = True
             time.sleep(min(0.5, self.settings.silent_s / 8))
@@ -206,6 +223,11 @@ class Producer:
             try:
                 os.rename(path, aside)  # one of several takers succeeds
             except FileNotFoundError:
+                return False
+            if (age(aside, self.folder) or 0.0) <= self.settings.silent_s:  # another was first: this is its new claim
+                with suppress(FileExistsError):
+                    os.link(aside, path)
+                aside.unlink()
                 return False
             dead = json.loads(aside.read_text() or "{}").get("process", "an unknown process")
             aside.unlink()
@@ -239,12 +261,15 @@ class Producer:
         there, _ = living(self.folder, "reader", self.settings.silent_s)
         if len(there) < self.settings.readers:
             return
-        for number in range(self._passed()):
+        for number in range(self._freed, self._passed()):
+            if not shard_finished(self.folder, number):
+                return
             path = shard_path(self.folder, number)
-            if path.exists() and shard_finished(self.folder, number):
+            if path.exists():
                 sidecar = path.with_suffix(".json")
                 write_json(sidecar, read_json(sidecar) | {FREED: True})
-                path.unlink()
+                path.unlink(missing_ok=True)  # other producers free, too
+            self._freed = number + 1
 
 
 def queue_header(
@@ -252,7 +277,9 @@ def queue_header(
 ) -> list[tuple[int, int]]:
     """Complete a header for the queue's conversations, in their order; returns the plan of its shards."""
     plan = plan_of(conversations, Layout.read(header), header["shard_bytes"])
-    header["shards"], header["queue"] = len(plan), {"seed": settings.seed, "free": settings.free}
+    header["shards"] = len(plan)
+    # A float always: 60 and 60.0 are equal but have different fingerprints.
+    header["queue"] = {"seed": settings.seed, "free": settings.free, "silent_s": float(settings.silent_s)}
     return plan
 
 
@@ -260,8 +287,8 @@ class QueueSource:
     """Samples of a queue's folder for a trainer (data.module.SampleSource): waits for what is not there yet.
 
     conversations: in the trainer's order. layers: those wanted. parts: run check 4 with this target's head on the first
-    samples. silent_s: as the producers'. ValueError when the folder
-    is of another target, of other conversations or has not the layers.
+    samples. silent_s: the producers' own (None), or another. ValueError when the folder is no queue's, is of another
+    target, of other conversations or the same in another order, or has not the layers.
     """
 
     def __init__(
@@ -271,10 +298,14 @@ class QueueSource:
         identity: dict[str, Any],
         layers: Sequence[int],
         parts: TargetParts | None = None,
-        silent_s: float = 60.0,
+        silent_s: float | None = None,
     ) -> None:
-        self.folder, self.silent_s = Path(folder).resolve(), silent_s
+        self.folder = Path(folder).resolve()
         header = read_json(self.folder / "header.json")
+        if "queue" not in header:
+            raise ValueError(f"{folder} is no queue's store: train with batch.features=store")
+        known = header["queue"].get("silent_s", QueueSettings.silent_s)
+        self.silent_s, self.free = known if silent_s is None else silent_s, bool(header["queue"]["free"])
         if lines := identity_difference(header["identity"], identity):
             raise ValueError(f"{folder} holds features of another target: {'; '.join(lines)}")
         if missing := [layer for layer in layers if layer not in header["layers"]]:
@@ -286,7 +317,7 @@ class QueueSource:
         plan = plan_of(queued, Layout.read(header), header["shard_bytes"])
         mark = fingerprint(header)
         sidecars = [sidecar_of(queued[a:b], number, mark, "", 0) for number, (a, b) in enumerate(plan)]
-        if len(plan) != header["shards"] or sum(self.lengths) != header["tokens"]:
+        if len(plan) != header["shards"] or conversations_fingerprint(queued) != header["data"]:
             raise ValueError(f"{folder} holds features of other conversations: prepare and train on the same")
         self.store = FeatureStore(self.folder, header, sidecars, [header["layers"].index(one) for one in layers])
         self._place = [0] * len(order)
@@ -296,13 +327,27 @@ class QueueSource:
         self._needed: dict[int, int] = {}
         self._process, self._said, self._parts = 0, (-1, -1), parts
 
-    def follow(self, plan: Plan) -> None:
-        """Tell which shards each conversation's step and later ones of the first epoch need, for freeing."""
+    def follow(self, plan: Plan, total: int) -> None:
+        """Prepare for `total` micro-steps of a plan: know which shards each conversation's step and later ones of the
+        first epoch need, for freeing, and run check 4 on the first batch, once it is there. ValueError when shards are
+        freed and the run needs more than one epoch.
+
+        Call it before loader processes start: they must not run the target's head, and this process, which reads
+        nothing more where they do, must not stay a reader that passes nothing.
+        """
+        if self.free and total > plan.steps(1):
+            raise ValueError(
+                f"features.queue.free keeps one epoch, {plan.steps(1)} micro-steps, the run takes {total}: set "
+                f"trainer.max_steps so that max_steps x accumulate is not more"
+            )
         rows = [index for step in range(plan.steps(1)) for row in plan.batch(step) for index in row]
         least = self.store.header["shards"]
         for index in reversed(rows):
             least = min(least, self._shard_of[self._place[index]])
             self._needed[index] = least
+        self.samples([index for row in plan.batch(0) for index in row])
+        self._parts = None
+        self.close()
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         """The samples, once their shards are there. RuntimeError when no producer that could write them lives."""
@@ -315,6 +360,9 @@ class QueueSource:
         found = [self.store[self._place[index]] for index in indices]
         if self._parts is not None and self.store.truth is None:
             self.store.check_truth_of([self._place[index] for index in indices], self._parts)
+        if self.free:  # a deleted file's space comes back only when nobody maps it
+            for number in [one for one in self.store._readers if one < passed]:
+                del self.store._readers[number]
         return found
 
     def _present(self) -> None:
@@ -351,10 +399,11 @@ class QueueSource:
             time.sleep(min(0.2, self.silent_s / 10))
         if not shard_path(self.folder, number).exists():
             raise ValueError(
-                f"{self.folder}: shard {number} was freed after the first epoch: train one epoch, or prepare with "
-                f"features.queue.free=false"
+                f"{self.folder}: shard {number} was freed: a queue with free=true serves one run, from its start, for "
+                f"one epoch; it cannot be resumed"
             )
 
     def close(self) -> None:
-        """No longer be a reader."""
+        """No longer be a reader, until samples are read again."""
+        self._process = 0
         (self.folder / f"reader-{who()}.json").unlink(missing_ok=True)

@@ -159,7 +159,7 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     acceptance = AcceptanceCallback(recorded, accepting)
     declared = {"prepared": prepared_as, "conversations": len(conversations)}
     if isinstance(source, QueueSource):
-        source.follow(data.plan)
+        source.follow(data.plan, data.total)
     if isinstance(source, StoreSource | QueueSource):
         held = check_store(source.store, batches.precision, drafter, objective, forcing.share > 0)
         truth = "none yet" if source.store.truth is None else f"{source.store.truth:.2%}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data.conversations import Conversation
 from data.engine_states import Engine, EngineSettings, engine_arguments, engine_layers
 from data.features import observe
 from data.target import Target
@@ -85,6 +86,30 @@ def test_other_weights_and_other_layers_are_refused(target: Target, tmp_path: Pa
         engine(target, tmp_path, Played(target, tmp_path, [1, 3, 5])).check(conversations())
     with pytest.raises(ValueError, match="own argmax on only"):
         engine(target, tmp_path, Played(target, tmp_path, [1, 4, 4])).check(conversations())
+
+
+def test_next_tokens_are_compared_over_shards(target: Target, tmp_path: Path) -> None:
+    """A call sees one shard, too few to tell 99% from bad luck; a hundred conversations are enough."""
+    rows = [Conversation(f"row-{i}", "chat", [4 + i // 50, 4 + i % 50, 7], [0, 1, 1]) for i in range(100)]
+    shards = [rows[start : start + 25] for start in range(0, 100, 25)]
+    wrong = engine(target, tmp_path, Played(target, tmp_path, [1, 4, 5], reply={"choices": [{"token_ids": [2]}]}))
+    for shard in shards[:3]:
+        assert len(list(wrong.observe(shard, "float32"))) == 25
+    with pytest.raises(ValueError, match=r"its own next tokens: head\(last\) has the target's own argmax on only"):
+        list(wrong.observe(shards[3], "float32"))
+
+
+def test_right_next_tokens_are_let_go(target: Target, tmp_path: Path) -> None:
+    """Compared at 100, then at 200 more: what was compared is kept no longer."""
+    served = engine(target, tmp_path, Played(target, tmp_path, [1, 4, 5]))
+    tokens = torch.arange(300)[None] % 50 + 4
+    last, own = target.forward(tokens, ()).last[0].detach(), target.own_top1(tokens)[0].tolist()
+    kept = []
+    for place in range(300):
+        served._follow(last[place : place + 1], own[place])
+        kept.append(len(served._following))
+    assert kept == [*range(1, 100), 0, *range(1, 200), 0]
+    assert len(served._last) == 0
 
 
 def zero_row(tensors: dict[str, torch.Tensor]) -> None:

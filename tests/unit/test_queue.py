@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+import data.features
+import data.queue
+from checkpoints.files import read_json, sha256_file, write_json
 from data.collate import Collate, Plan
 from data.conversations import Conversation
 from data.features import FeatureStore, capture, new_header, observe
 from data.layout import StoreSettings
 from data.module import BatchSettings, PackedData
-from data.queue import Producer, QueueSettings, QueueSource, production_order, queue_header
+from data.queue import Producer, QueueSettings, QueueSource, living, production_order, queue_header
 from data.target import Target
 from tests.doubles import VOCAB_SIZE, tiny_target
 
 LAYERS = (0, 3)
 SHARD = 4000
-SILENT = 1.0
+SILENT = 1.0  # where something dies; elsewhere nothing may seem dead on a slow machine
 
 
 def conversations(count: int = 16) -> list[Conversation]:
@@ -38,7 +41,7 @@ def target() -> Target:
 
 
 def producer(target: Target, folder: Path, said: list[str] | None = None, **asked: Any) -> Producer:
-    settings = QueueSettings(True, silent_s=SILENT, **asked)
+    settings = QueueSettings(True, **asked)
     rows = conversations()
     queued = [rows[i] for i in production_order(len(rows), settings.seed)]
     layout = StoreSettings().layout(len(LAYERS), target.identity["hidden_size"], target.dtype)
@@ -55,7 +58,7 @@ def producer(target: Target, folder: Path, said: list[str] | None = None, **aske
 
 
 def reader(target: Target, folder: Path) -> QueueSource:
-    return QueueSource(folder, conversations(), target.identity, LAYERS, target.parts, SILENT)
+    return QueueSource(folder, conversations(), target.identity, LAYERS, target.parts)
 
 
 def wait_for(condition: Any, seconds: float = 30.0) -> None:
@@ -87,18 +90,18 @@ def test_two_producers_share_the_work_and_training_sees_what_a_store_gives(targe
         thread.start()
     wait_for((tmp_path / "queue" / "header.json").exists)
     source = reader(target, tmp_path / "queue")  # before the producers have ended
-    data = PackedData(source, BatchSettings(rows=2, row_tokens=24))
-    source.follow(data.plan)
-    data.total = data.plan.steps(2)
-    found = [data.steps[step] for step in range(data.total)]
+    packed = PackedData(source, BatchSettings(rows=2, row_tokens=24))
+    packed.total = packed.plan.steps(2)
+    source.follow(packed.plan, packed.total)
+    found = [packed.steps[step] for step in range(packed.total)]
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert sum(wrote) == len(both[0].plan)
     rows = conversations()
     plain = capture(target, rows, LAYERS, tmp_path / "store", batch_tokens=64)
     collate = Collate(24)
     for step, batch in enumerate(found):
-        wanted = collate([[plain[i] for i in row] for row in data.plan.batch(step)], seed=step)
+        wanted = collate([[plain[i] for i in row] for row in packed.plan.batch(step)], seed=step)
         assert torch.equal(batch.tokens, wanted.tokens)
         torch.testing.assert_close(batch.aux, wanted.aux, atol=2**-6, rtol=2**-6)
     assert source.store.truth is not None
@@ -119,26 +122,59 @@ def test_producers_wait_for_readers_and_shards_are_freed(target: Target, tmp_pat
     assert shards(tmp_path) == [0, 1]
     assert "2 shards are ready; producing goes on when readers pass some" in said[0]
     source = reader(target, tmp_path)
-    data = PackedData(source, BatchSettings(rows=1, row_tokens=12))
-    source.follow(data.plan)
+    packed = PackedData(source, BatchSettings(rows=1, row_tokens=12))
+    source.follow(packed.plan, packed.plan.steps(1))
     most = 0
-    for step in range(data.plan.steps(1)):
-        source.samples([i for row in data.plan.batch(step) for i in row])
+    for step in range(packed.plan.steps(1)):
+        source.samples([i for row in packed.plan.batch(step) for i in row])
         most = max(most, len(shards(tmp_path)))
-    thread.join()
+        # A deleted shard that is still mapped takes its space for the whole run.
+        assert all(number >= source._said[0] for number in source.store._readers)
+    thread.join(60)
+    assert not thread.is_alive()
     assert most <= 4
-    first = data.plan.batch(0)[0]
+    first = packed.plan.batch(0)[0]
     source._say(len(one.plan), 0)
     one._free()
-    with pytest.raises(ValueError, match="shard 0 was freed after the first epoch: train one epoch"):
+    refusal = "shard 0 was freed: a queue with free=true serves one run, .* it cannot be resumed"
+    with pytest.raises(ValueError, match=refusal):
         source.samples(first)
     source.close()
+    again = reader(target, tmp_path)
+    with pytest.raises(ValueError, match=refusal):
+        again.follow(packed.plan, packed.plan.steps(1))
+    again.close()
+
+
+def test_a_run_beyond_the_epoch_that_is_kept_is_refused(target: Target, tmp_path: Path) -> None:
+    producer(target, tmp_path, ahead=100, free=True).run()
+    source = reader(target, tmp_path)
+    plan = PackedData(source, BatchSettings(rows=1, row_tokens=12)).plan
+    with pytest.raises(ValueError, match=r"keeps one epoch, 16 micro-steps, the run takes 18: set trainer\.max_steps"):
+        source.follow(plan, 18)
+    source.follow(plan, 16)
+
+
+def test_loader_processes_free_what_they_have_passed(target: Target, tmp_path: Path) -> None:
+    """The trainer's own process reads the first batch, for a warm start and check 4, and nothing later."""
+    one = producer(target, tmp_path, ahead=100, free=True)
+    one.run()
+    source = reader(target, tmp_path)
+    packed = PackedData(source, BatchSettings(rows=1, row_tokens=12, workers=1))
+    assert len(packed.first.tokens) == 1
+    packed.total = packed.plan.steps(1)
+    source.follow(packed.plan, packed.total)
+    assert source.store.truth is not None, "check 4 must not be left to a loader process"
+    assert list(tmp_path.glob("reader-*")) == []
+    assert len(list(packed.train_dataloader())) == packed.total
+    assert len(list(tmp_path.glob("reader-*"))) == 1
+    one._free()
+    assert shards(tmp_path) == [len(one.plan) - 1]
 
 
 def test_a_silent_producer_is_named_and_its_shard_taken_over(target: Target, tmp_path: Path) -> None:
     said: list[str] = []
-    one = producer(target, tmp_path, said)
-    tmp_path.mkdir(exist_ok=True)
+    one = producer(target, tmp_path, said, silent_s=SILENT)
     claim = tmp_path / "claim-00001.json"
     claim.write_text(json.dumps({"process": "lost-host-17"}))
     os.utime(claim, (time.time() - 60, time.time() - 60))
@@ -155,9 +191,77 @@ def test_a_living_producer_keeps_its_claim(target: Target, tmp_path: Path) -> No
     assert one._next() == 1
 
 
+def test_of_two_takers_of_a_dead_claim_one_has_it(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our look at the dead claim and its renaming, another took it: ours to rename is the other's new one."""
+    claim, real = tmp_path / "claim-00001.json", data.queue.age
+    claim.write_text(json.dumps({"process": "other"}))
+    monkeypatch.setattr(data.queue, "age", lambda path, folder: 600.0 if path == claim else real(path, folder))
+    said: list[str] = []
+    assert not producer(target, tmp_path, said)._take(1)
+    assert read_json(claim) == {"process": "other"}
+    assert list(tmp_path.glob(".dead-*")) == []
+    assert said == []
+
+
+def test_a_shards_checksum_is_of_what_was_written(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer's file has the shard's name at the moment of hashing."""
+
+    def meanwhile(path: Path) -> str:
+        (tmp_path / f"shard-{path.stem[-5:]}.safetensors").write_bytes(b"another's")
+        return sha256_file(path)
+
+    monkeypatch.setattr(data.features, "sha256_file", meanwhile)
+    producer(target, tmp_path).run()
+    monkeypatch.undo()
+    assert len(FeatureStore.open(tmp_path, target.identity, parts=target.parts)) == 16
+
+
+def test_files_that_vanish_are_skipped(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that ends between the look at its file and its reading; a shard that another producer frees first."""
+    one = producer(target, tmp_path, ahead=100, free=True)
+    one.run()
+    gone, stays = tmp_path / "reader-gone.json", tmp_path / "reader-stays.json"
+    for path in (gone, stays):
+        write_json(path, {"passed": 2, "wants": 2})
+
+    def ends(path: Path, folder: Path) -> float:
+        gone.unlink(missing_ok=True)
+        return 0.0
+
+    monkeypatch.setattr(data.queue, "age", ends)
+    assert list(living(tmp_path, "reader", 60.0)[0]) == ["stays"]
+    stays.write_text("{")
+    with pytest.raises(ValueError, match=r"reader-stays\.json is not whole JSON"):
+        living(tmp_path, "reader", 60.0)
+    monkeypatch.undo()
+    write_json(stays, {"passed": 2, "wants": 2})
+
+    def freed_first(path: Path, value: Any) -> None:
+        write_json(path, value)
+        path.with_suffix(".safetensors").unlink()
+
+    monkeypatch.setattr(data.queue, "write_json", freed_first)
+    one._free()
+    assert shards(tmp_path) == list(range(2, len(one.plan)))
+
+
+def test_a_silent_reader_holds_nobody_up(target: Target, tmp_path: Path) -> None:
+    one = producer(target, tmp_path, ahead=2)
+    for name in ("dead", "lives"):
+        write_json(tmp_path / f"reader-{name}.json", {"passed": 0 if name == "dead" else 3, "wants": 3})
+    assert (one._passed(), one._limit()) == (0, 4)
+    dead = tmp_path / "reader-dead.json"
+    os.utime(dead, (time.time() - 600, time.time() - 600))
+    assert (one._passed(), one._limit()) == (3, 5)
+
+
 def die_at_the_second_shard(folder: Path) -> None:
     """A producer that is killed as the out-of-memory killer would."""
-    one = producer(tiny_target(), folder)
+    one = producer(tiny_target(), folder, silent_s=SILENT)
     make = one.make
 
     def stop(start: int, end: int) -> Any:
@@ -172,10 +276,14 @@ def die_at_the_second_shard(folder: Path) -> None:
 def test_a_trainer_whose_producers_died_ends_with_their_names(target: Target, tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=die_at_the_second_shard, args=(tmp_path,))
     process.start()
-    process.join()
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+        pytest.fail("the producer neither wrote nor died within a minute")
     assert process.exitcode == -signal.SIGKILL
     (name,) = [path.stem.removeprefix("producer-") for path in tmp_path.glob("producer-*.json")]
     source = reader(target, tmp_path)
+    assert source.silent_s == SILENT, "the producers' own, by the header"
     order = production_order(16, 0)
     source.samples([order[0]])
     with pytest.raises(RuntimeError, match=rf"shard 1 is missing and no producer lives: {name} \(silent for"):
@@ -189,10 +297,15 @@ def test_the_wrong_folder_is_refused(target: Target, tmp_path: Path) -> None:
         reader(tiny_target(seed=1), tmp_path)
     with pytest.raises(ValueError, match="holds features of other conversations"):
         QueueSource(tmp_path, conversations()[:-1], target.identity, LAYERS)
+    with pytest.raises(ValueError, match="holds features of other conversations"):
+        QueueSource(tmp_path, conversations()[::-1], target.identity, LAYERS)
     with pytest.raises(ValueError, match=r"holds layers \[0, 3\], not \[2\]"):
         QueueSource(tmp_path, conversations(), target.identity, (2,))
     with pytest.raises(ValueError, match="holds other features: .*queue"):
         producer(target, tmp_path, seed=3).run()
+    capture(target, conversations(), LAYERS, tmp_path / "store", batch_tokens=64)
+    with pytest.raises(ValueError, match=r"store is no queue's store: train with batch\.features=store"):
+        reader(target, tmp_path / "store")
 
 
 def test_settings_name_what_is_wrong() -> None:
