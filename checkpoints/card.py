@@ -6,6 +6,7 @@ A card is made to be published, so no path of the machine that wrote it stands t
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # checkpoints.folder writes cards: importing it here would go round
@@ -13,8 +14,12 @@ if TYPE_CHECKING:  # checkpoints.folder writes cards: importing it here would go
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-# An absolute path or one in a home folder, up to its last part, which stays.
-PATH = re.compile(r"(?<![\w/:.])(?:~|/[\w.@+-]+)?(?:/[\w.@+-]+)*/([\w.@+-]+)")
+# Paths of two parts or more, absolute or in a home folder; the last part stays. Text of one part, as "/no_think" and
+# "</s>", is none. Spaces belong to a path in quotes, and to one that is a whole value.
+FILE_URL = re.compile(r"\bfile://(?:localhost)?(?=/)")
+PATH = re.compile(r"(?<![\w/.<|])(?:~|/[\w.@+-]+)(?:/[\w.@+-]+)*/([\w.@+-]+)")
+QUOTED = re.compile(r"""(["'])(?:~|/[^/"'\n]+)(?:/[^/"'\n]+)*/([^/"'\n]+)\1""")
+ALONE = re.compile(r"(?:~|/[^/\s]+)(?:/(?:[^/\s]| (?![-/~{]))+)*/((?:[^/\s]| (?![-/~{]))+)/?")
 DATA_KEYS = ("thinking", "chat_template", "conversations", "tokens", "answer_tokens", "domains")
 LONGEST = 200
 
@@ -44,7 +49,11 @@ def public(value: Any) -> Any:
         return {key: public(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [public(one) for one in value]
-    return PATH.sub(r"\1", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    text = FILE_URL.sub("", value)
+    alone = ALONE.fullmatch(text)
+    return alone[1] if alone else PATH.sub(r"\1", QUOTED.sub(r"\1\2\1", text))
 
 
 def card(declared: "Declared", shown: Shown | None = None) -> str:
@@ -68,11 +77,11 @@ def card(declared: "Declared", shown: Shown | None = None) -> str:
 
 
 def header(declared: "Declared", terms: str | None) -> str:
-    """The block between two lines of dashes. base_model stands there when the target's name is a hub id.
-    terms: the license."""
+    """The block between two lines of dashes. base_model stands there when the target's name is a hub id, and no folder
+    here. terms: the license."""
     name = str(declared.target.get("name"))
     lines = [f"license: {terms or 'unknown'}", "library_name: headstart", "pipeline_tag: text-generation"]
-    if HUB_ID.fullmatch(name):
+    if HUB_ID.fullmatch(name) and not Path(name).is_dir():
         lines.append(f"base_model: {name}")
     lines += ["tags:", *(f"- {tag}" for tag in ("speculative-decoding", "draft-model", "headstart"))]
     lines.append(f"- {declared.architecture}")

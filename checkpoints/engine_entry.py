@@ -73,9 +73,9 @@ class Entry:
 
     refuse: every reason why it cannot. write: the folder's content. command(folder, source): the exact serve command.
     speculative: vLLM's speculative config without model and number of tokens; None where the engine is not vLLM.
-    needs: what an engine must have beyond the ordinary, None for nothing. whole(source, folder, provenance): writes
-    target and drafter as one model, instead of `write`, and returns notes; the engine then opens that folder as its
-    target.
+    needs: what an engine must have beyond the ordinary, None for nothing. whole(source, folder, provenance, card):
+    writes target and drafter as one model, instead of `write`, and returns notes; the engine then opens that folder as
+    its target.
     """
 
     refuse: Callable[[Source], list[str]]
@@ -83,7 +83,7 @@ class Entry:
     command: Callable[[str, Source], str]
     speculative: dict[str, Any] | None = None
     needs: Callable[[Source], str | None] = _nothing
-    whole: Callable[[Source, Path, dict[str, Any]], list[str]] | None = None
+    whole: Callable[[Source, Path, dict[str, Any], str], list[str]] | None = None
 
 
 def vllm_entry(

@@ -26,6 +26,7 @@ from checkpoints.folder import CARD, CONFIG, TENSORS
 from checkpoints.layout_block import MASK_FILE
 from checkpoints.native_engine import MTP
 
+WITH_TARGET = "this folder holds the target itself with the head in it; the target's own card and terms hold for it too"
 NAMES = ("vllm", "vllm_speculators", "sglang", "transformers")
 ARCHITECTURES: dict[str, dict[str, Entry]] = {
     "eagle3": EAGLE3,
@@ -69,12 +70,13 @@ def export_engine(source: Source, engine: str, folder: Path, terms: str | None =
         raise ValueError(f"the export would overwrite the drafter it is made from: {folder}")
     needs, command = entry.needs(source), entry.command(str(folder), source)
     provenance = _provenance(source, engine, entry, command)
+    served = serve_commands(source, engine, folder.name)
     if entry.whole is not None:
-        notes = entry.whole(source, folder, provenance)
+        shown = Shown(served, terms, [WITH_TARGET])
+        notes = entry.whole(source, folder, provenance, card(source.whole.declared, shown))
     else:
         files = entry.write(source)
-        shown = Shown(serve_commands(source, engine, folder.name), terms, files.notes)
-        _write(folder, files, provenance, card(source.whole.declared, shown))
+        _write(folder, files, provenance, card(source.whole.declared, Shown(served, terms, files.notes)))
         notes = files.notes
     return Exported(engine, folder, command, notes + ([] if needs is None else [f"needs {needs}"]))
 

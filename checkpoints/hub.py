@@ -1,7 +1,7 @@
 """Upload of a head's folder to the model hub, on request: private unless said otherwise, the token never shown.
 
-Only files that a head consists of go up, whatever else lies in the folder, and JSON files without paths of this
-machine.
+Only files that a head consists of go up, whatever else lies in the folder. Those JSON files that this project writes
+go up without paths of this machine; all others, a tokenizer's say, as they are.
 """
 
 import json
@@ -15,13 +15,17 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
 from checkpoints.card import HUB_ID, public
+from checkpoints.engine_entry import PROVENANCE
 from checkpoints.files import read_json
 from checkpoints.folder import CONFIG
 
 WANTED = re.compile(
-    r".+\.safetensors|.+\.json|README\.md|LICENSE|NOTICE|mask_embedding\.pt|medusa_lm_head\.pt|.+\.jinja|tokenizer\.model"
-    r"|merges\.txt|vocab\.txt"
+    r"[^.].*\.safetensors(\.index\.json)?|README\.md|LICENSE|NOTICE|mask_embedding\.pt|medusa_lm_head\.pt|[^.].*\.jinja"
+    r"|tokenizer\.model|merges\.txt|vocab\.txt"
+    r"|(config|headstart|calibration|generation_config|special_tokens_map|added_tokens|tokenizer|tokenizer_config|vocab"
+    r"|chat_template|preprocessor_config|processor_config)\.json"
 )
+OURS = (CONFIG, PROVENANCE, "calibration.json")
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def push(
     if not HUB_ID.fullmatch(repo):
         raise ValueError(f"push must be ORGANISATION/NAME, got {repo!r}")
     files = files_of(folder)
-    listed = [(path.name, len(_content(path)) if _is_json(path) else path.stat().st_size) for path in files]
+    listed = [(path.name, len(_content(path)) if path.name in OURS else path.stat().st_size) for path in files]
     if dry_run:
         return Pushed(repo, private, listed, None)
     token = get_token()
@@ -82,7 +86,8 @@ def push(
         api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
         if private and not api.repo_info(repo, repo_type="model").private:
             raise ValueError(f"{repo} is there already and is public; pass private=false to send to it")
-        operations = [CommitOperationAdd(path.name, _content(path) if _is_json(path) else str(path)) for path in files]
+        sent = [(path, _content(path) if path.name in OURS else str(path)) for path in files]
+        operations = [CommitOperationAdd(path.name, content) for path, content in sent]
         done = api.create_commit(repo, operations, commit_message="headstart export", repo_type="model")
     except ValueError:
         raise
@@ -97,10 +102,8 @@ def _connect(token: str) -> HfApi:
     return HfApi(token=token, endpoint=os.environ.get("HF_ENDPOINT"))
 
 
-def _is_json(path: Path) -> bool:
-    return path.suffix == ".json" and not path.name.startswith(("tokenizer", "vocab", "model.safetensors"))
-
-
 def _content(path: Path) -> bytes:
-    """A JSON file without paths of this machine."""
-    return (json.dumps(public(read_json(path)), indent=2, ensure_ascii=False) + "\n").encode()
+    """A JSON file without paths of this machine: as it is when it has none."""
+    value = read_json(path)
+    told = public(value)
+    return path.read_bytes() if told == value else (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from checkpoints.engine_entry import PROVENANCE
-from checkpoints.files import write_json
-from checkpoints.folder import Whole, drafter_class, save_drafter
+from checkpoints.files import atomic, write_json
+from checkpoints.folder import CARD, Whole, drafter_class, save_drafter
 from checkpoints.native_experts import fuse_experts, one_by_one, split_experts
 from checkpoints.native_files import CONFIG, Checkpoint, companions, copy_file, replace_tensors, unquantised
 from checkpoints.native_layouts import (
@@ -216,11 +216,13 @@ def stitch(
     engine: str = "vllm",
     link: bool = False,
     provenance: dict[str, Any] | None = None,
+    card: str | None = None,
 ) -> list[str]:
     """Write folder `target` with the drafter's tensors as its native head into folder `out`; returns notes.
 
     engine: which one must run it. link: put symbolic links to files that do not change. provenance: written to
-    headstart.json first; config.json comes last, so a folder without it was never whole. ValueError when `out` holds
+    headstart.json first; config.json comes last, so a folder without it was never whole. card: README.md in place of
+    the target's, None to keep that one. ValueError when `out` holds
     something else, when the drafter is trained for other states, another order or other sharing than the engine
     serves, on tensors missing, left over or of other shapes, and on quantised heads.
     """
@@ -230,7 +232,7 @@ def stitch(
     native = find_native(checkpoint)
     _fits_target(whole, checkpoint)
     if native is None:
-        return wrap(whole, checkpoint, out, engine=engine, link=link, provenance=provenance)
+        return wrap(whole, checkpoint, out, engine=engine, link=link, provenance=provenance, card=card)
     agree(whole, native.layout, engine, len(native.modules))
     unquantised(checkpoint, native.names, "stitch")
     changed = changed_tensors(checkpoint, native, whole.tensors)
@@ -243,6 +245,7 @@ def stitch(
             copy_file(checkpoint.folder / file, out / file, link)
     for path in companions(checkpoint.folder):
         copy_file(path, out / path.name, link)
+    write_card(out, card)
     copy_file(checkpoint.folder / CONFIG, out / CONFIG, link=False)
     notes = [f"{native.layout.name}: {len(changed)} of {len(native.names)} MTP tensors changed, nothing else"]
     if len(native.modules) > 1 and engine == "vllm":
@@ -333,3 +336,10 @@ def claim(out: Path, sources: list[Path], provenance: dict[str, Any] | None) -> 
             path.unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PROVENANCE, provenance or {"stitched": True})
+
+
+def write_card(out: Path, card: str | None) -> None:
+    """README.md of a stitched folder, over the target's copy or link; None leaves what is there."""
+    if card is not None:
+        with atomic(out / CARD) as temporary:
+            temporary.write_text(card, encoding="utf-8")

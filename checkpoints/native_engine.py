@@ -20,9 +20,9 @@ def _nothing_beside(source: Source) -> Files:
     raise ValueError("an MTP head is no folder of its own; it is stitched into its target")
 
 
-def _stitched(source: Source, folder: Path, provenance: dict[str, Any], engine: str) -> list[str]:
+def _stitched(source: Source, folder: Path, provenance: dict[str, Any], card: str, engine: str) -> list[str]:
     target = Path(source.target_path)
-    return stitch(source.whole, target, folder, engine=engine, link=source.link, provenance=provenance)
+    return stitch(source.whole, target, folder, engine=engine, link=source.link, provenance=provenance, card=card)
 
 
 def _vllm(folder: str, source: Source) -> str:

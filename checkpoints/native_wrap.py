@@ -15,7 +15,7 @@ from checkpoints.engine_entry import both_rope_spellings
 from checkpoints.files import write_json, write_tensors
 from checkpoints.folder import Whole
 from checkpoints.layout import rope_of
-from checkpoints.native import agree, claim
+from checkpoints.native import agree, claim, write_card
 from checkpoints.native_files import CONFIG, Checkpoint, companions, copy_file, data_bytes
 from checkpoints.native_layouts import BLOCK, MIMO, MIMO_ARCHITECTURE, own_modules
 from checkpoints.target_files import INDEX
@@ -27,7 +27,14 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def wrap(
-    whole: Whole, checkpoint: Checkpoint, out: Path, *, engine: str, link: bool, provenance: dict[str, Any] | None
+    whole: Whole,
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    engine: str,
+    link: bool,
+    provenance: dict[str, Any] | None,
+    card: str | None = None,
 ) -> list[str]:
     """Write the target with the drafter as its MiMo head; see native.stitch. ValueError names everything of the target
     that MiMo cannot be."""
@@ -50,6 +57,7 @@ def wrap(
     )
     places = checkpoint.files | dict.fromkeys(tensors, EXTRA)
     write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))})
+    write_card(out, card)
     write_json(out / CONFIG, _config(checkpoint))
     zeros = sum(name.startswith("model.layers.") for name in tensors)
     return [

@@ -10,18 +10,24 @@ HIDDEN = "<hidden>"
 # A setting of this name that holds text is a secret. `mask_token` holds a number; `api_key_env` and `role_key` do not
 # match.
 NAME = re.compile(
-    r"(^|[._-])(token|((api|access|secret|private)_?)key|secret|password|passwd|authorization|credentials?)$",
+    r"(^|[._-])(token|((api|access|secret|private)[_-]?)key|secret|password|passwd|authorization|credentials?)$",
     re.IGNORECASE,
 )
+# A value in quotes, or up to a space. Null, true, false and whole numbers are no text: `mask_token=7` stays.
+VALUE = r"(?:'(?:\\.|[^'\\])*(?:'|$)|\"(?:\\.|[^\"\\])*(?:\"|$)|[^\s\"',}]+)"
+TEXT = r"(?!(?:null|true|false|-?\d+)(?=[\s\"',}\]]|$))" + VALUE
+# A word of a command line whose value is the next word.
+FLAG = r"--(?:[\w-]*api[_-]?key|(?:hf-|access-|auth-)?token|[\w-]*(?:password|secret))"
+FLAG_ALONE = re.compile(FLAG, re.IGNORECASE)
 FORMS = (
     (re.compile(r"(?<=://)[^/\s@\"']+@"), f"{HIDDEN}@"),  # user:password@ of an address
     (re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {HIDDEN}"),
-    (re.compile(r"\b(hf_|sk-|wandb_v\d_|ghp_|github_pat_)[\w-]{6,}"), HIDDEN),
+    (re.compile(r"\b(hf_[A-Za-z0-9]{16,}|(sk-|wandb_v\d_|ghp_|github_pat_)[\w-]{16,})"), HIDDEN),
+    (re.compile(rf"(?<![\w-])({FLAG}[\"']?(?:\s*[,=]\s*|\s+))(?!--){VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"(?<=[?&])((?:access_)?token|api_?key|key|signature|sig)=[^&\s\"']+", re.IGNORECASE), rf"\1={HIDDEN}"),
     (
         re.compile(
-            r"(?<![\w])([\w.]*(?:[._](?:token|api_?key|secret|password))|api_?key|token|password)"
-            r"=(?!null\b|true\b|false\b|-?\d+\b)[^\s\"',}]+",
+            r"(?<![\w])([\w.]*(?:[._](?:token|api[_-]?key|secret|password))|api[_-]?key|token|password)=" + TEXT,
             re.IGNORECASE,
         ),
         rf"\1={HIDDEN}",
@@ -36,10 +42,20 @@ def without_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(without_secrets(inner, name) for inner in value)
+        before = [None, *value]
+        return type(value)(
+            HIDDEN
+            if _flags(last) and isinstance(inner, str) and not inner.startswith("--")
+            else without_secrets(inner, name)
+            for last, inner in zip(before, value, strict=False)
+        )
     if not isinstance(value, str):
         return value
     return HIDDEN if value and NAME.search(name) and not value.isdigit() else hide(value)
+
+
+def _flags(word: Any) -> bool:
+    return isinstance(word, str) and FLAG_ALONE.fullmatch(word) is not None
 
 
 def hide(text: str) -> str:

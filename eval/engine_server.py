@@ -15,6 +15,8 @@ from pathlib import Path
 
 import httpx
 
+from checkpoints.redact import hide, without_secrets
+
 HOST = "127.0.0.1"
 SUPERVISOR = Path(__file__).with_name("engine_supervisor.py")
 GRACE_S, POLL_S, LAST_WORDS_S = 15.0, 0.25, 2.0
@@ -49,15 +51,16 @@ class Server:
         self.url, self.process, self.log = url.rstrip("/"), process, log
 
     def failure(self, what: str) -> RuntimeError:
-        """An error that says what happened, whether the server lives, and where its log is."""
+        """An error that says what happened, whether the server lives, and where its log is, without secrets."""
         if self.process is None or self.log is None:
-            return RuntimeError(f"the server at {self.url} {what}")
+            return RuntimeError(hide(f"the server at {self.url} {what}"))
         # A server that drops its connections may take a moment to be gone.
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LAST_WORDS_S)
         code = self.process.poll()
         life = "it still runs" if code is None else f"it ended with code {code}"
-        return RuntimeError(f"the server at {self.url} {what}; {life}; its log {self.log} ends:\n{tail(self.log)}")
+        said = f"the server at {self.url} {what}; {life}; its log {self.log} ends:\n{tail(self.log)}"
+        return RuntimeError(hide(said))
 
     def wait_until_healthy(self, timeout_s: float) -> float:
         """Seconds until GET /health answered 200. RuntimeError when it dies before, or timeout_s pass."""
@@ -87,7 +90,7 @@ def started(command: Sequence[str], port: int, log: Path, timeout_s: float) -> I
     log = Path(log).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as handle:
-        handle.write(f"$ {shlex.join(command)}\n".encode())
+        handle.write(f"$ {shlex.join(without_secrets(list(command)))}\n".encode())
         handle.flush()
         process = subprocess.Popen(
             [sys.executable, "-I", str(SUPERVISOR), *command],

@@ -27,6 +27,7 @@ from checkpoints.engines import Source, export_engine
 from checkpoints.export import EngineSettings
 from checkpoints.files import read_json
 from checkpoints.folder import read_drafter
+from checkpoints.redact import hide, without_secrets
 from checkpoints.run import known_groups, machine, native_bf16, record, settings
 from checkpoints.target_files import target_config, target_head
 from data.conversations import Prompt
@@ -279,13 +280,13 @@ def serve(job: Job, drafted: bool, folder: Path, about: dict[str, Any]) -> Abstr
     who = "drafter" if drafted else "baseline"
     url = job.serving.url if drafted else job.serving.baseline_url
     if url:
-        about["commands"][who] = f"joined at {url}"
+        about["commands"][who] = hide(f"joined at {url}")
         server = Server(url)
         server.wait_until_healthy(job.serving.request_timeout_s)
         return nullcontext(server)
     port = free_port()
     words = job.words(drafted, port)
-    about["commands"][who] = shlex.join(words)
+    about["commands"][who] = shlex.join(without_secrets(words))
     return started(words, port, Path(folder) / f"server_{who}.log", job.serving.start_timeout_s)
 
 
@@ -362,7 +363,8 @@ def _said(job: Job) -> dict[str, Any]:
     kept = {
         name: getattr(how, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "thinking")
     }
-    return kept | {name: getattr(serving, name) for name in ("concurrency", "repeats", "per_user", "server_args")}
+    asked = {name: getattr(serving, name) for name in ("concurrency", "repeats", "per_user", "server_args")}
+    return kept | without_secrets(asked)
 
 
 def _pareto(levels: Sequence[Any]) -> dict[str, list[dict[str, float]]]:

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from checkpoints.files import read_json
 from checkpoints.folder import load_drafter
+from checkpoints.redact import hide
 from checkpoints.run import known_groups, machine, record, settings
 from data.chat import Template
 from data.conversations import Prompt
@@ -436,10 +437,10 @@ def loop_of(how: ScheduleSettings, measured: EvalSettings, drafter: Drafter, roo
 
 
 def command() -> str | None:
-    """The command as typed, inside a Hydra run; None elsewhere."""
+    """The command as typed but for secrets, inside a Hydra run; None elsewhere."""
     if not HydraConfig.initialized():
         return None
-    return shlex.join(["headstart", "eval", *HydraConfig.get().overrides.task])
+    return shlex.join(["headstart", "eval", *map(hide, HydraConfig.get().overrides.task)])
 
 
 def evaluate_replay(

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import yaml
 
 import headstart
-from checkpoints.card import HUB_ID, Shown, check_license, public
+from checkpoints.card import HUB_ID, Shown, card, check_license, public
 from checkpoints.completion import completion, words_of
 from checkpoints.engines import Source, export_engine
 from checkpoints.export import ExportSettings
@@ -23,7 +24,7 @@ from checkpoints.hub import files_of, push
 from drafters.eagle3 import Eagle3
 from tests.doubles import tiny_target
 
-TOKEN = "hf_secret"
+TOKEN = "hf_secretsecretsecret"
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +89,30 @@ def test_card_of_our_folder(own: Path) -> None:
         ("https://host/a/b", "https://host/a/b"),
         ('serve /m/t --config {"model": "/m/d", "k": 1}', 'serve t --config {"model": "d", "k": 1}'),
         ("tokens / s, and/or L//2", "tokens / s, and/or L//2"),
+        ("</s>", "</s>"),
+        ("<|/think|> </think> /no_think", "<|/think|> </think> /no_think"),
+        ("file:///home/me/x", "x"),
+        ("read file://localhost/home/me/x here", "read x here"),
+        ("a:/home/me/x", "a:x"),
+        ("/home/me/My Data/x", "x"),
+        ("serve '/home/me/My Data/x' --n 1", "serve 'x' --n 1"),
+        ('{"model": "/home/me/My Data/d"}', '{"model": "d"}'),
+        ("/usr/bin/python -m serve /home/me/x", "python -m serve x"),
+        ("http://host:8000/v1/chat", "http://host:8000/v1/chat"),
     ],
 )
 def test_public_text(text: str, wanted: str) -> None:
     assert public({"a": [text, 1]}) == {"a": [wanted, 1]}
+
+
+def test_a_folder_is_no_base_model(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """models/qwen reads like a hub id; where it is a folder, it is none."""
+    declared = read_drafter(own).declared
+    declared = replace(declared, target=declared.target | {"name": "models/qwen"})
+    monkeypatch.chdir(tmp_path)
+    assert "base_model: models/qwen" in card(declared)
+    (tmp_path / "models" / "qwen").mkdir(parents=True)
+    assert "base_model" not in card(declared)
 
 
 def test_license_and_names() -> None:
@@ -136,7 +157,15 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_push_sends_the_head_and_no_more(exported: Path, tmp_path: Path, token: None) -> None:
     shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
-    for stray in (".env", "notes.txt", ".tmp-1-model.safetensors.part", "pytorch_model.bin"):
+    strays = (
+        ".env",
+        "notes.txt",
+        ".tmp-1-model.safetensors.part",
+        "pytorch_model.bin",
+        ".kaggle.json",
+        ".x.safetensors",
+    )
+    for stray in (*strays, "gcp-service-account.json", "run.json", ".x.jinja"):
         (tmp_path / stray).write_text("no")
     hub = FakeHub()
     done = push(tmp_path, "org/head", connect=hub.connect)
@@ -148,6 +177,28 @@ def test_push_sends_the_head_and_no_more(exported: Path, tmp_path: Path, token: 
     assert done.url == "https://hub/org/head/commit/1"
     assert TOKEN not in "\n".join(done.lines())
     assert dict(done.files)["model.safetensors"] == (tmp_path / "model.safetensors").stat().st_size
+
+
+COMPANIONS = {
+    "special_tokens_map.json": '{"eos_token": "</s>", "path": "/home/me/x"}',
+    "added_tokens.json": '{"</think>": 5, "/a/b": 6}',
+    "tokenizer_config.json": '{"chat_template": "{{ x }}/no_think /a/b"}',
+    "generation_config.json": '{"eos_token_id":   2}',
+    "model.safetensors.index.json": '{"weight_map": {"a/b": "model.safetensors"}}',
+    "calibration.json": '[{"from":   "</s>"}]',
+}
+
+
+def test_json_of_others_goes_as_it_is(exported: Path, tmp_path: Path, token: None) -> None:
+    """Also one of ours that names no path, byte by byte."""
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    for name, text in COMPANIONS.items():
+        (tmp_path / name).write_text(text)
+    hub = FakeHub()
+    push(tmp_path, "org/head", connect=hub.connect)
+    sent = {name: hub.sent[name] for name in COMPANIONS}
+    read = {name: one if isinstance(one, bytes) else Path(one).read_bytes() for name, one in sent.items()}
+    assert {name: one.decode() for name, one in read.items()} == COMPANIONS
 
 
 def test_dry_run_lists_and_asks_for_no_token(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:

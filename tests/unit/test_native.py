@@ -17,7 +17,7 @@ from checkpoints import verify as verifying
 from checkpoints.engine_run import Run, Served
 from checkpoints.engines import PROVENANCE, Source, export_engine
 from checkpoints.export import execute
-from checkpoints.folder import Whole, drafter_class, read_drafter, save_drafter
+from checkpoints.folder import CARD, Whole, drafter_class, read_drafter, save_drafter
 from checkpoints.lint import lint
 from checkpoints.native import extract, stitch
 from checkpoints.native_layouts import MODEL_TYPES
@@ -161,7 +161,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != PROVENANCE}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (PROVENANCE, CARD)}
 
 
 def edited(whole: Whole, **changed: Any) -> Whole:
@@ -540,6 +540,29 @@ def test_commands_take_out_and_put_back(targets: dict[str, Path], tmp_path: Path
     plain = settings(action="extract", target_path=str(tmp_path / "plain"))
     with pytest.raises(ValueError, match="no native MTP head"):
         execute(plain, tmp_path / "run", lambda path: target.parts)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "fresh"])
+@pytest.mark.parametrize("link", [False, True])
+def test_a_stitched_target_has_a_card(
+    kind: str, link: bool, targets: dict[str, Path], extracted: dict[str, Whole], tmp_path: Path
+) -> None:
+    """In place of the target's own, which stays as it is, and before config.json."""
+    if kind == "fresh":
+        target, whole = fresh(tmp_path, "llama")
+    else:
+        target, whole = shutil.copytree(targets[kind], tmp_path / "target"), extracted[kind]
+    (target / CARD).write_text("theirs")
+    source = Source(whole, str(target), torch.bfloat16, link=link)
+    export_engine(source, "vllm", tmp_path / "out", "apache-2.0")
+    card = (tmp_path / "out" / CARD).read_text()
+    assert "license: apache-2.0" in card
+    assert "this folder holds the target itself" in card
+    assert "vllm serve out --speculative-config" in card
+    assert str(tmp_path) not in card
+    assert (target / CARD).read_text() == "theirs"
+    assert not (tmp_path / "out" / CARD).is_symlink()
+    assert (tmp_path / "out" / CARD).stat().st_mtime_ns <= (tmp_path / "out" / "config.json").stat().st_mtime_ns
 
 
 def test_verify_serves_the_stitched_folder_as_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from checkpoints.target_files import target_head
 from data.embedded import unpack
 from data.server import ServerSettings
 from data.target import Target
-from eval import engine_server
+from eval import engine_server, engines, evaluate
 from tests.doubles import save_tiny
 from training.keeper import plain
 
@@ -135,7 +136,17 @@ SECRETS = {
     "https://me:pass1234@host/v1": "an address with a password",
     "http://host/?token=s3cr3t&x=1": "a query",
     "logger.wandb.api_key=abcdef0123": "an override",
-    "sk-abcdef012345": "an API key",
+    "sk-abcdef0123456789": "an API key",
+    "logger.api_key='abcdef012'": "in quotes",
+    'x.password="abcdef012 xyz"': "in quotes, with a space",
+    "x.password='it\\'s abcdef012'": "with a quote in it",
+    "password=1234-abcdef012": "begins with digits",
+    "token=12.abcdef012": "a number and more",
+    "server_args=[--api-key,abcdef012]": "a list of words",
+    "--api-key abcdef012": "two words",
+    "--admin-api-key=abcdef012": "one word",
+    '["--api-key", "abcdef012"]': "a list as JSON",
+    "x.api-key=abcdef012": "with a dash",
 }
 
 
@@ -152,11 +163,58 @@ def test_what_looks_like_a_secret_is_hidden(text):
 def test_ordinary_words_stay():
     words = [
         "drafter.model.mask_token=49151", "batch.row_tokens=512", "answers.server.api_key_env=MY_KEY", "role_key=from",
-        "http://localhost:8000/v1", "a token is a word", "me@host.org", "drafter.model.token=null",
+        "data.hf_datasets_dir=x", "x.hf_datasets_cache_directory=y", "drafter.mask_token=49152", "--enforce-eager",
+        "x={mask_token=49152,token=null}", "task-specific-words-and-more", "http://localhost:8000/v1",
+        "a token is a word", "me@host.org", "drafter.model.token=null",
     ]  # fmt: skip
     assert [hide(word) for word in words] == words
     settings = {"role_key": "from", "api_key_env": "MY_KEY", "mask_token": 7, "confidence_reads_token": True}
     assert without_secrets(settings) == settings
+
+
+def test_the_word_after_a_flag_is_hidden():
+    words = ["--api-key", "opensesame", "--token", "--host", "x", "--mask-token", "word"]
+    wanted = ["--api-key", HIDDEN, "--token", "--host", "x", "--mask-token", "word"]
+    assert without_secrets({"server_args": words}) == {"server_args": wanted}
+    assert without_secrets({"api-key": "opensesame"}) == {"api-key": HIDDEN}
+
+
+def test_a_report_s_command_holds_no_secret(monkeypatch):
+    typed = [
+        "engine=vllm",
+        "x.password='open sesame'",
+        "url=http://u:opensesame@h",
+        "server_args=[--api-key,opensesame]",
+    ]
+    run = SimpleNamespace(overrides=SimpleNamespace(task=typed))
+    monkeypatch.setattr(evaluate, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: run))
+    said = evaluate.command()
+    assert "engine=vllm" in said
+    assert said.count(HIDDEN) == 3
+    assert "sesame" not in said
+
+
+def test_a_joined_server_s_password_is_not_told(monkeypatch):
+    monkeypatch.setattr(engine_server.Server, "wait_until_healthy", lambda self, timeout_s: 0.0)
+    serving = SimpleNamespace(url="http://u:opensesame@h:1", baseline_url=None, request_timeout_s=1.0)
+    about = {"commands": {}}
+    with engines.serve(SimpleNamespace(serving=serving), True, Path("."), about) as server:
+        assert server.url == "http://u:opensesame@h:1"
+        assert "opensesame" not in str(server.failure("failed http://u:opensesame@h:1/x"))
+    assert about["commands"] == {"drafter": f"joined at http://{HIDDEN}@h:1"}
+
+
+def test_a_started_server_s_key_is_not_told(tmp_path):
+    """Neither in the report, nor in the log's first line, nor in the error that shows the log."""
+    words = [sys.executable, "-c", "raise SystemExit(3)", "--api-key", "opensesame"]
+    serving = SimpleNamespace(url=None, baseline_url=None, start_timeout_s=60.0)
+    about = {"commands": {}}
+    job = SimpleNamespace(serving=serving, words=lambda drafted, port: words)
+    with pytest.raises(RuntimeError, match="ended with code 3") as caught, engines.serve(job, True, tmp_path, about):
+        pytest.fail("no server")
+    for text in (str(caught.value), about["commands"]["drafter"], (tmp_path / "server_drafter.log").read_text()):
+        assert HIDDEN in text
+        assert "opensesame" not in text
 
 
 def test_a_run_writes_no_secret(tmp_path, monkeypatch):

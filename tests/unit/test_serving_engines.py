@@ -376,8 +376,16 @@ def test_answers_of_one_prompt_are_resampled_together() -> None:
         ({"concurrency": []}, "different numbers"),
         ({"baseline_url": "http://x"}, "needs url"),
         ({"repeats": 0}, "repeats must be"),
+        ({"server_args": ["--host", "0.0.0.0"]}, "must not hold --host: servers listen on 127.0.0.1 and a free port"),
+        ({"server_args": ["--enforce-eager", "--host=0.0.0.0", "--port", 80]}, "must not hold --host, --port"),
+        ({"server_args": ["--hos", "0.0.0.0"]}, "must not hold --hos"),
     ],
 )
 def test_settings_out_of_range(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ServingSettings(**values)
+
+
+def test_other_words_for_servers_are_taken() -> None:
+    words = ["--enforce-eager", "--", "--host-name", "x", "--hf-overrides={}"]
+    assert ServingSettings(server_args=words).server_args == words
