@@ -115,8 +115,8 @@ def test_two_producers_share_the_work_and_training_sees_what_a_store_gives(targe
 
 def test_producers_wait_for_readers_and_shards_are_freed(target: Target, tmp_path: Path) -> None:
     said: list[str] = []
-    one = producer(target, tmp_path, said, ahead=2, free=True)
-    thread = threading.Thread(target=one.run)
+    one = producer(tiny_target(), tmp_path, said, ahead=2, free=True)  # its own, for tests that follow a failed one
+    thread = threading.Thread(target=one.run, daemon=True)
     thread.start()
     wait_for(lambda: said)
     assert shards(tmp_path) == [0, 1]
