@@ -7,8 +7,7 @@ Slot k's logits are base_k + W2 m_k, where m_k reads the token before the slot:
     rnn       z = [s ; W1[x] ; h];  g, c, o = J z;  s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c);  m = tanh(o)
 
 The confidence head estimates the chance that verification keeps the slot's token: sigmoid(w [h ; W1[x]]), trained on
-1 - TV(q, p), detached. W2 starts at zero, so training starts from the backbone alone; W1 may start as the target's
-embedding in its main directions, so that what is learnt after one token holds for its likes.
+1 - TV(q, p), detached. W2 starts at zero, so training starts from the backbone alone.
 """
 
 from typing import Any
@@ -22,7 +21,6 @@ from drafters.layers import complete
 from drafters.vocabulary import DraftVocabulary
 
 KINDS = ("vanilla", "gated", "rnn")
-SAMPLE = 16384  # embedding rows that tell the main directions
 HEAD: dict[str, Any] = {"kind": "vanilla", "rank": 256, "confidence": True, "confidence_reads_token": True}
 
 
@@ -96,20 +94,6 @@ class DSpark(BlockDrafter):
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"head": dict(self.head)}
-
-    @torch.no_grad()
-    def warm_start(self, target: TargetParts) -> list[str]:
-        """As block drafters, and W1 from the target's embedding, its rows of length 1 on average."""
-        taken, wanted = super().warm_start(target), self.markov_head.markov_w1.weight
-        if wanted.shape[1] > target.embedding.shape[1]:
-            return taken
-        rows = target.embedding[: len(wanted)].to(wanted)
-        some = rows[:: max(1, len(rows) // SAMPLE)]
-        middle = some.mean(0)
-        main = torch.linalg.eigh((some - middle).T @ (some - middle))[1][:, -wanted.shape[1] :]
-        seen = (rows - middle) @ main
-        wanted[: len(seen)].copy_(seen / seen.norm(dim=-1).mean())
-        return [*taken, f"markov_w1 <- {wanted.shape[1]} main directions of the target's embedding"]
 
     def step(self, hidden: Tensor, prev_ids: Tensor, carry: Any) -> tuple[Tensor, Any]:
         if self.head["kind"] != "rnn":
