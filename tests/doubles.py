@@ -107,6 +107,14 @@ def tiny_target(family: str = "llama", **overrides: Any) -> Target:
     return Target(tiny_model(family, **overrides), tiny_tokenizer(), name=f"tiny-{family}")
 
 
+def endless_target() -> Target:
+    """A tiny Llama that does not end its greedy answers: the end of turn has logit 0, far below the best."""
+    target = tiny_target("llama")
+    with torch.no_grad():
+        target.parts.head[END_ID] = 0
+    return Target(target.model, target.tokenizer, name="endless")
+
+
 def save_tiny(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     """Write a tiny model and its tokenizer as an ordinary folder that Target.load and engines open."""
     tiny_model(family, **overrides).save_pretrained(folder)

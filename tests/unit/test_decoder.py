@@ -14,7 +14,7 @@ from drafters.sampling import DRAFT_STREAM, Sampling, counter_uniform, draw
 from eval import verification
 from eval.cache import BufferedLayer, RowCache, check_cacheable
 from eval.decoder import Clock, DecodeSettings, Generation, generate
-from tests.doubles import END_ID, START_ID, tiny_target
+from tests.doubles import START_ID, endless_target, tiny_target
 
 K = 3
 PROMPTS = [[START_ID, 9, 10, 11, 12, 13, 14, 15, 16, 17], [START_ID, 30], [START_ID, 21, 22, 23, 24]]
@@ -108,11 +108,7 @@ def decode(
 
 @pytest.fixture(scope="module")
 def llama() -> Target:
-    """A target that does not end its greedy answers: the end of turn has logit 0, far below the best."""
-    target = tiny_target("llama")
-    with torch.no_grad():
-        target.parts.head[END_ID] = 0
-    return Target(target.model, target.tokenizer, name="endless")
+    return endless_target()
 
 
 @pytest.mark.parametrize(

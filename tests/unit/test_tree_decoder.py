@@ -22,7 +22,7 @@ from eval.trees import TreeSettings
 from eval.verification import Verdict, verify
 from eval.verification_block import expected
 from tests import checks
-from tests.doubles import END_ID, VOCAB_SIZE, tiny_target
+from tests.doubles import VOCAB_SIZE, endless_target, tiny_target
 from tests.unit.test_decoder import PROMPTS, Seen, Toy, never
 
 K, WORDS = 3, DraftVocabulary.full(VOCAB_SIZE)
@@ -103,10 +103,7 @@ def plain(target: Target, **changes: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llama() -> Target:
-    target = tiny_target("llama")
-    with torch.no_grad():
-        target.parts.head[END_ID] = 0
-    return Target(target.model, target.tokenizer, name="endless")
+    return endless_target()
 
 
 @pytest.mark.parametrize(
