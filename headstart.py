@@ -34,13 +34,13 @@ ENTRIES = {
     "export": ("checkpoints.export", "write, lint, verify or import what engines load; extract, stitch"),
     "doctor": ("eval.doctor", "my acceptance is low: which convention of a head is wrong, by measurement"),
     "compare": ("training.compare", "train several drafters on one budget and measure them side by side"),
-    "bench": ("eval.bench", "step times on this machine: target and drafter, whole rounds, or a training step"),
+    "bench": ("eval.bench", "step times on this machine, what they predict, whole rounds, or a training step"),
     "simulate": ("eval.serving", "serving under load on a described machine: schedulers, Pareto curve, best K"),
     "demo": ("headstart", "the whole road on the embedded target, in minutes"),
 }
 FIRST_WORDS = {
     "export": ("lint", "verify", "import", "extract", "stitch", "push"),
-    "bench": ("profile", "rounds", "train"),
+    "bench": ("profile", "rounds", "speedup", "train"),
 }
 SOURCES = (".py", ".yaml", ".jsonl")
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")

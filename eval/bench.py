@@ -3,6 +3,7 @@
     headstart bench profile target=smollm2 drafter_dir=... rows=[1,4,16] slots=[1,3,5,7] context=256
     headstart bench profile ... hardware=h200 hardware_engine=transformers     prints the error of that roofline
     headstart bench rounds ... rows=[8] loops=[waiting,steady]                 the host's share of a round (eval.rounds)
+    headstart bench speedup ... prompts=builtin seconds=8                      predicted and measured (eval.speedups)
 
 The target reads K + 1 tokens of every row through the cache of the decoding loop (eval.cache), captured layers, head
 and verdict included, and takes the rejected ones back; the drafter observes verified positions and proposes. Each time
@@ -26,6 +27,8 @@ from rich.table import Table
 from checkpoints.files import write_json
 from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, machine, record, settings
+from data.chat import Template
+from data.suites import load_prompts
 from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.sampling import Sampling
@@ -34,13 +37,16 @@ from eval.decoder import DecodeSettings
 from eval.hardware import HardwareSettings, Roofline
 from eval.hardware_measured import Measured, Miss, StepTable, misses
 from eval.hardware_shapes import DrafterShape, from_config
+from eval.plots import draw_plots, write_plots
 from eval.rounds import RoundTimes, profile_rounds, random_prompts, show_rounds
+from eval.speedups import measure_speedups, show_speedups
 from eval.steady import LOOPS, Loop
 from eval.verification import verify_greedy
 
 FILE = "steps.json"
 ROUNDS_FILE = "rounds.json"
-ACTIONS = ("profile", "rounds")
+SPEEDUPS_FILE, PREDICTED_FILE = "speedups.json", "predicted.json"
+ACTIONS = ("profile", "rounds", "speedup")
 GROUPS = ("action", "target", "drafter_dir", "hardware", "hardware_engine", "train")
 SHAPE = {
     "hidden_size": 576,
@@ -55,8 +61,9 @@ SHAPE = {
 @dataclass(frozen=True)
 class ProfileSettings:
     """rows: requests at once. slots: K at which drafting and verification are measured. context: positions in the cache
-    before the pass. repeats: timed runs of each. seed: of the random tokens. loops, new_tokens: of `rounds`, which
-    decodes with the last of slots."""
+    before the pass. repeats: timed runs of each. seed: of the random tokens. loops: of `rounds`, which decodes with the
+    last of slots. new_tokens: of `rounds` and `speedup`. prompts (a suite or file), seconds (of measured rounds, for
+    each number of rows and slots): of `speedup`."""
 
     rows: list[int] = field(default_factory=lambda: [1, 4, 16])
     slots: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 7])
@@ -65,6 +72,8 @@ class ProfileSettings:
     seed: int = 0
     loops: list[str] = field(default_factory=lambda: ["waiting", "steady"])
     new_tokens: int = 32
+    prompts: str = "builtin"
+    seconds: float = 8.0
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.loops) - set(LOOPS)):
@@ -261,6 +270,8 @@ def run(config: DictConfig, folder: Path) -> Path:
         raise ValueError("action=train is `headstart bench train`, or python -m training.bench")
     if config.action not in ACTIONS:
         raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {config.action!r}")
+    if config.action == "speedup" and config.drafter_dir is None:
+        raise ValueError("bench speedup needs drafter_dir")
     given = {name: config[name] for name in own if name in config}
     how = settings(ProfileSettings, {k: list(v) if isinstance(v, ListConfig) else v for k, v in given.items()}, "bench")
     hardware = settings(HardwareSettings, config.hardware, "hardware")
@@ -281,6 +292,28 @@ def run(config: DictConfig, folder: Path) -> Path:
     path = measured.save(folder / FILE)
     show(measured, misses(measured, roofline_of(target, drafter_dir, hardware, config.hardware_engine)), console)
     console.print(f"times          {path}", soft_wrap=True)
+    if config.action == "speedup" and drafter is not None:
+        path = speedups(target, drafter, measured, how, folder, console)
+    return path
+
+
+def speedups(
+    target: Target, drafter: Drafter, cost: Measured, how: ProfileSettings, folder: Path, console: Console
+) -> Path:
+    """Measure speedups beside those that the step times predict; writes speedups.json, predicted.json (which
+    `headstart eval predicted=` reads) and a plot."""
+    template = Template(target.tokenizer, None, target.eos_ids)
+    prompts = [template.prompt(prompt.messages) for prompt in load_prompts(how.prompts)]
+    points = measure_speedups(
+        target, drafter, cost, prompts, how.rows, how.slots, how.new_tokens, how.seconds, how.context
+    )
+    rows = [one.as_dict() for one in points]
+    path = folder / SPEEDUPS_FILE
+    write_json(path, rows)
+    write_json(folder / PREDICTED_FILE, {row["name"]: {k: row[k] for k in ("predicted", "measured")} for row in rows})
+    write_plots(folder, draw_plots({"predicted": rows, "num_slots": 0, "domains": {}}))
+    show_speedups(points, console)
+    console.print(f"speedups       {path}", soft_wrap=True)
     return path
 
 

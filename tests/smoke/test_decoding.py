@@ -1,19 +1,23 @@
-"""`headstart eval` with another loop and with schedules, and `headstart bench rounds`, on a tiny target."""
+"""`headstart eval` with another loop and with schedules, `headstart bench rounds` and `speedup`, on a tiny target."""
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from checkpoints.folder import save_drafter
+from checkpoints.folder import load_drafter, save_drafter
 from checkpoints.run import settings
 from data.target import Target
 from eval import bench
+from eval.decoder import DecodeSettings
 from eval.evaluate import run
+from eval.report import beside
 from eval.scheduled import ScheduleSettings
 from eval.scheduler import Load
+from eval.speedups import measure_rounds, measure_speedups
 from tests import checks
 from tests.doubles import save_tiny
 
@@ -87,3 +91,30 @@ def test_bench_rounds_leaves_the_hosts_share(words: list[str], tmp_path: Path) -
     found = json.loads(bench.run(config, tmp_path).read_text())
     assert [one["loop"] for one in found] == ["waiting", "steady"]
     assert all(0 < one["host_share"] < 1 and one["rows"] == 2 and one["slots"] == 3 for one in found)
+
+
+def test_bench_speedup_sets_the_prediction_beside_the_measurement(words: list[str], tmp_path: Path) -> None:
+    own = [word for word in words if not word.startswith("max_new_tokens")]
+    own += ["rows=[1,2]", "slots=[1,3]", "context=8", "new_tokens=6", "repeats=1", "seconds=0.01"]
+    with initialize_config_module("conf", version_base="1.3"):
+        path = bench.run(compose("bench", [*own, "action=speedup"]), tmp_path)
+        with pytest.raises(ValueError, match="bench speedup needs drafter_dir"):
+            bench.run(compose("bench", ["action=speedup", "drafter_dir=null"]), tmp_path)
+    found = json.loads(path.read_text())
+    assert [(one["rows"], one["slots"]) for one in found] == [(1, 1), (1, 3), (2, 1), (2, 3)]
+    assert all(one["error"] == pytest.approx(one["predicted"] / one["measured"] - 1) for one in found)
+    assert (tmp_path / "predicted.png").exists()
+    assert (tmp_path / "steps.json").exists()
+    shown = beside(json.loads((tmp_path / "predicted.json").read_text()), {})
+    assert [one["name"] for one in shown] == [one["name"] for one in found]
+
+
+def test_measured_rounds_all_serve_every_request(words: list[str]) -> None:
+    """Without end of turn, counted by hand: a drafter that is never asked leaves one token a round and row."""
+    target = Target.load(words[-3].removeprefix("target.name="), dtype="float32")
+    done = measure_rounds(target, None, cycle([[4, 5], [6]]), DecodeSettings(1, 6, 2), 0.0)
+    assert (done.rounds, done.tokens) == (5, 10)  # the first of six comes with the prompt
+    drafter = load_drafter(Path(words[-2].removeprefix("drafter_dir=")), target.parts)
+    points = measure_speedups(target, drafter, Flat(), [[4, 5], [6]], [2], [3], 6, 0.0, 8)
+    assert points[0].predicted == pytest.approx(points[0].tau)  # all passes cost the same, drafting nothing
+    assert 1 <= points[0].tau <= 4
