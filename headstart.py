@@ -128,7 +128,7 @@ def measure_reference(config: DictConfig, out: Path) -> Path:
 
     declared = read_drafter(Path(config.drafter_dir)).declared
     target = Target.load(config.target_path or declared.target["name"], "float32")
-    drafter = load_drafter(Path(config.drafter_dir), target.parts)
+    drafter = load_drafter(Path(config.drafter_dir), target.parts, weights=config.weights)
     num_slots = config.num_slots or drafter.num_slots
     template = Template(target.tokenizer, declared_thinking(declared.data), target.eos_ids)
     prompts = [template.prompt(prompt.messages) for prompt in limited(load_prompts(config.prompts), config.limit)]

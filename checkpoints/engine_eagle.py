@@ -1,5 +1,6 @@
 """EAGLE-3 and P-EAGLE for each engine."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -117,7 +118,7 @@ def _command(folder: str, source: Source) -> str:
 
 
 EAGLE3 = {
-    "vllm": vllm_entry(_refuse, _vllm, SPECULATIVE),
+    "vllm": replace(vllm_entry(_refuse, _vllm, SPECULATIVE), weights=True),
     "vllm_speculators": speculators_entry(_refuse, _speculators, SPECULATIVE),
     "sglang": Entry(_refuse_sglang, _sglang, _command),
 }
@@ -164,6 +165,6 @@ def _parallel_speculators(source: Source) -> Files:
 
 PARALLEL = {"method": "eagle3", "parallel_drafting": True}
 PEAGLE = {
-    "vllm": vllm_entry(_refuse, _parallel, PARALLEL),
+    "vllm": replace(vllm_entry(_refuse, _parallel, PARALLEL), weights=True),
     "vllm_speculators": speculators_entry(_refuse, _parallel_speculators, PARALLEL),
 }

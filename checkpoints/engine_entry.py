@@ -25,7 +25,7 @@ class Source:
 
     target_path: folder or hub id of the target, as the engine will open it. target_head: gives the target's [V, D] head
     when a drafter that shares it needs some of its rows. dtype: of the exported floating tensors. link: link, do not
-    copy, files of the target that an export holds unchanged.
+    copy, files of the target that an export holds unchanged. weights: int8, int4 or NAME:GROUP (checkpoints.weights).
     """
 
     whole: Whole
@@ -33,6 +33,7 @@ class Source:
     dtype: torch.dtype
     target_head: Callable[[], Tensor] | None = None
     link: bool = False
+    weights: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class Entry:
     speculative: vLLM's speculative config without model and number of tokens; None where the engine is not vLLM.
     needs: what an engine must have beyond the ordinary, None for nothing. whole(source, folder, provenance, card):
     writes target and drafter as one model, instead of `write`, and returns notes; the engine then opens that folder as
-    its target.
+    its target. weights: whether the engine reads packed weights of this architecture.
     """
 
     refuse: Callable[[Source], list[str]]
@@ -84,6 +85,7 @@ class Entry:
     speculative: dict[str, Any] | None = None
     needs: Callable[[Source], str | None] = _nothing
     whole: Callable[[Source, Path, dict[str, Any], str], list[str]] | None = None
+    weights: bool = False
 
 
 def vllm_entry(

@@ -25,6 +25,7 @@ from checkpoints.files import atomic, write_json, write_tensors
 from checkpoints.folder import CARD, CONFIG, TENSORS
 from checkpoints.layout_block import MASK_FILE
 from checkpoints.native_engine import MTP
+from checkpoints.weights import pack_weights
 
 WITH_TARGET = "this folder holds the target itself with the head in it; the target's own card and terms hold for it too"
 NAMES = ("vllm", "vllm_speculators", "sglang", "transformers")
@@ -63,6 +64,8 @@ def export_engine(source: Source, engine: str, folder: Path, terms: str | None =
     reason is named)."""
     entry = entry_for(engine, source.whole.declared.architecture)
     reasons = entry.refuse(source)
+    if source.weights is not None and not entry.weights:
+        reasons = [*reasons, f"weights={source.weights} is not among what it reads for this architecture"]
     if reasons:
         raise ValueError(f"{engine} cannot serve {source.whole.folder}: " + "; ".join(reasons))
     folder = Path(folder)
@@ -75,7 +78,7 @@ def export_engine(source: Source, engine: str, folder: Path, terms: str | None =
         shown = Shown(served, terms, [WITH_TARGET])
         notes = entry.whole(source, folder, provenance, card(source.whole.declared, shown))
     else:
-        files = entry.write(source)
+        files = _packed(entry.write(source), source.weights)
         _write(folder, files, provenance, card(source.whole.declared, Shown(served, terms, files.notes)))
         notes = files.notes
     return Exported(engine, folder, command, notes + ([] if needs is None else [f"needs {needs}"]))
@@ -89,6 +92,17 @@ def serve_commands(source: Source, engine: str, folder: str) -> dict[str, str]:
     others = [other for other, table in ENGINES.items() if other != engine and architecture in table]
     able = [other for other in others if not ENGINES[other][architecture].refuse(source)]
     return {engine: mine} | {other: f"headstart export drafter_dir=DRAFTER engine={other}" for other in able}
+
+
+def _packed(files: Files, weights: str | None) -> Files:
+    """The files with packed weights; as they are for None."""
+    if weights is None:
+        return files
+    tensors, described = pack_weights(files.tensors, weights)
+    sizes = [sum(tensor.nbytes for tensor in each.values()) for each in (files.tensors, tensors)]
+    note = f"weights={weights}: {sizes[1] / 2**20:.1f} MiB of tensors in place of {sizes[0] / 2**20:.1f} MiB"
+    config = files.config | {"quantization_config": described}
+    return replace(files, config=config, tensors=tensors, notes=[*files.notes, note])
 
 
 def _write(folder: Path, files: Files, provenance: dict[str, Any], readme: str) -> None:
@@ -121,6 +135,7 @@ def _provenance(source: Source, engine: str, entry: Entry, command: str) -> dict
         "target": declared.target,
         "data": declared.data,
         "tensors": declared.tensors,
+        "weights": source.weights,
         "measured": declared.measured,
     }
 

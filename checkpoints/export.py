@@ -47,6 +47,7 @@ GROUPS = (
     "target_path",
     "out",
     "dtype",
+    "weights",
     "num_slots",
     "layer_convention",
     "reference",
@@ -82,7 +83,8 @@ class ExportSettings:
     """action: export, lint, verify, import, extract, stitch or push. drafter_dir: our drafter's folder (lint, import:
     any head's; extract reads none). target_path: folder or hub id of the target as the engine opens it, null for the
     one the drafter declares. out: folder that extract and stitch write, null for one in the run's. dtype: of the
-    exported tensors, null for the drafter's own. num_slots, layer_convention: of an imported head (see import_head;
+    exported tensors, null for the drafter's own. weights: null, int8 or int4, or with a group int4:64 (see
+    checkpoints.weights). num_slots, layer_convention: of an imported head (see import_head;
     num_slots also of an extracted one); verify drafts num_slots, null for the drafter's own. reference: what our
     harness measured (see checkpoints.verify.Reference); without one it is measured on `limit` prompts of each domain of
     `prompts` (builtin or a JSONL file), max_new_tokens each. tolerance: largest relative difference in tau. push:
@@ -94,6 +96,7 @@ class ExportSettings:
     target_path: str | None = None
     out: str | None = None
     dtype: str | None = None
+    weights: str | None = None
     num_slots: int | None = None
     layer_convention: str | None = None
     reference: str | None = None
@@ -186,7 +189,7 @@ def write(wanted: ExportSettings, whole: Whole, engine: str, folder: Path, conso
     if wanted.dtype is not None and entry_for(engine, whole.declared.architecture).whole is not None:
         raise ValueError(f"dtype={wanted.dtype}: a head stitched into its target has the target's dtype; leave it null")
     dtype, link = DTYPES[wanted.dtype or whole.declared.dtype], wanted.action == "verify"
-    source = Source(whole, path, dtype, lambda: target_head(path), link)
+    source = Source(whole, path, dtype, lambda: target_head(path), link, wanted.weights)
     exported = export_engine(source, engine, folder, wanted.license)
     console.print(f"{engine}: {exported.folder}")
     for note in exported.notes:

@@ -7,7 +7,7 @@ config.json first and writes the new one last, so a folder without it, or whose 
 import importlib
 import re
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from checkpoints.card import card
 from checkpoints.files import atomic, read_json, read_tensors, sha256_file, write_json, write_tensors
+from checkpoints.weights import round_weights
 from drafters.contract import Drafter, TargetParts
 from drafters.vocabulary import DraftVocabulary
 
@@ -193,14 +194,19 @@ def _vocabulary(folder: Path, declared: Declared, tensors: dict[str, Tensor]) ->
     return vocabulary
 
 
-def load_drafter(folder: Path, target: TargetParts, dtype: torch.dtype | None = None) -> Drafter:
+def load_drafter(
+    folder: Path, target: TargetParts, dtype: torch.dtype | None = None, weights: str | None = None
+) -> Drafter:
     """Rebuild a drafter on its target, in eval mode, on the device of the target's embedding.
 
-    dtype: of the parameters; None follows the target's embedding, as engines do. ValueError when the target is another
+    dtype: of the parameters; None follows the target's embedding, as engines do. weights: round the projections to what
+    this form holds (checkpoints.weights). ValueError when the target is another
     one (both sides named), or when tensors are unknown, missing or of another shape.
     """
     whole = read_drafter(folder)
     check_target(whole, target.identity)
+    if weights is not None:
+        whole = replace(whole, tensors=round_weights(whole.tensors, weights))
     drafter = build(whole, target)
     return drafter.to(device=target.embedding.device, dtype=dtype or target.embedding.dtype).eval()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.files import index_of, read_json, read_tensors
+from checkpoints.weights import PACKED, unpack_weights
 
 Convention = Literal["outputs", "blocks_applied"]
 Family = Literal["eagle3", "block", "peagle", "medusa", "eagle1", "model"]
@@ -49,7 +50,7 @@ class Head:
 
     family: what kind of drafter it is. layout: "speculators" or "plain" (SpecForge, the EAGLE repository, engines).
     config: config.json. body: the layer's own config (transformer_layer_config in the speculators layout, config itself
-    otherwise). tensors: under unified names. written: the name that each has in the file.
+    otherwise). tensors: under unified names, packed weights unpacked. written: the name that each has in the file.
     """
 
     folder: Path
@@ -82,6 +83,8 @@ def read_head(folder: Path) -> Head:
     tensors: dict[str, Tensor] = {}
     written: dict[str, str] = {}
     found = _tensors(folder)
+    if any(name.endswith(PACKED) for name in found):
+        found = unpack_weights(found, config.get("quantization_config") or {}, str(folder))
     family = family_of(config, found)
     for name, tensor in found.items():
         unified = unify(name, family)

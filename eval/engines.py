@@ -49,7 +49,7 @@ from eval.report import beside
 from eval.traces import Traces
 from eval.turns import Request, Turns
 
-NOT_HERE = ("replay", "recording", "calibrate", "verification", "loop", "pareto")
+NOT_HERE = ("replay", "recording", "calibrate", "verification", "loop", "pareto", "weights")
 WARM_UP_TOKENS = 16
 EXAMPLE_PORTS = {True: 8000, False: 8001}
 

@@ -69,7 +69,8 @@ class EvalSettings:
     verification: of sampled proposals, rejection, block or same_noise; null for the drafter's own coupling. typical or
     threshold keep drafts by eval.lossy.Lossy with epsilon, delta and threshold, which is LOSSY. peaks: record q_max by
     slot, for an estimator of heads without confidences. tree: what is drafted in place of chains; num_slots is its
-    depth. loop: of eval.steady.LOOPS; null: waiting, or steady under a schedule.
+    depth. loop: of eval.steady.LOOPS; null: waiting, or steady under a schedule. weights: null, int8 or int4: round the
+    drafter's projections to what such an export holds (checkpoints.weights).
     """
 
     num_slots: int | None = None
@@ -89,6 +90,7 @@ class EvalSettings:
     peaks: bool = False
     tree: TreeSettings = TreeSettings()
     loop: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if self.loop is not None and self.loop not in LOOPS:
@@ -382,7 +384,7 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
-    drafter = load_drafter(drafter_dir, target.parts)
+    drafter = load_drafter(drafter_dir, target.parts, weights=measured.weights)
     if not config.calibrate:
         attach_estimator(drafter, drafter_dir, asdict(measured.sampling))
     report: Report | Replayed
