@@ -90,9 +90,9 @@ class Plan:
 class Collate:
     """Turns samples of a plan's rows into a Batch.
 
-    row_tokens: T. anchor_multiple: A is the largest anchor count of the batch rounded up to this (T on a GPU, where
-    fixed shapes spare recompilation). dtype of the features. anchors: at most so many a row, drawn without replacement
-    from those allowed, by the batch's seed (None: all).
+    row_tokens: T. anchor_multiple: A is the largest anchor count of the batch rounded up to this (coarse on a GPU,
+    where fixed shapes spare recompilation). dtype of the features. anchors: at most so many a row, drawn without
+    replacement from those allowed, by the batch's seed (None: all).
     """
 
     row_tokens: int

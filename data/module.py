@@ -19,7 +19,8 @@ from drafters.contract import Batch
 @dataclass(frozen=True)
 class BatchSettings:
     """row_tokens: T, tokens per packed row (0: the longest conversation, rounded up to 64). rows: packed rows per
-    micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes). workers: loader
+    micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes; null: 32, and
+    with a GPU, where each shape is compiled, a quarter of the most that a row can have). workers: loader
     processes. seed: of the sample order. features: "store" reads the feature store, "online" runs the target while
     training, "queue" reads a store that producers are still filling. precision: that layers' outputs in the store
     must have (null: any; it is declared with the drafter).
@@ -27,7 +28,7 @@ class BatchSettings:
 
     row_tokens: int = 0
     rows: int = 8
-    anchor_multiple: int = 32
+    anchor_multiple: int | None = None
     workers: int = 0
     seed: int = 0
     features: str = "store"
@@ -155,7 +156,10 @@ class PackedData(LightningDataModule):
         row_tokens = settings.row_tokens or -(-max(source.lengths) // 64) * 64
         self.source, self.settings = source, settings
         self.plan = Plan(source.lengths, row_tokens, settings.rows, settings.seed)
-        self.collate = Collate(row_tokens, settings.anchor_multiple or row_tokens, DTYPES[dtype], anchors)
+        multiple = settings.anchor_multiple
+        if multiple is None:
+            multiple = max(32, (anchors or row_tokens) // 4) if torch.cuda.is_available() else 32
+        self.collate = Collate(row_tokens, multiple or row_tokens, DTYPES[dtype], anchors)
         self.total = 0
 
     @property

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+GRAPHS = 1024  # that compiled attention may have: numbers of anchors times steps times gradient modes
+
 
 def dense_chain(
     query: Tensor, prefix: tuple[Tensor, Tensor], chain: list[tuple[Tensor, Tensor]], visible: Tensor
@@ -56,6 +58,12 @@ def chain_block_mask(visible: Tensor, steps: int) -> BlockMask:
 
 @lru_cache(maxsize=1)
 def _compiled_flex() -> Callable[..., Any]:
+    """FlexAttention, compiled for each shape: a number of anchors (few, see data.module) at a step of the chain.
+
+    Past torch's limit on graphs, 8 by itself, it would run the unfused form, which materialises all scores."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(GRAPHS, limits.recompile_limit)
+    limits.accumulated_recompile_limit = max(GRAPHS, limits.accumulated_recompile_limit)
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -12,11 +12,12 @@ positions before the anchor with its own key and value projections, and the rows
 Corrections that read the drafted tokens left to right (Markov, recurrent) are a subclass's `step` and `logits`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
@@ -101,14 +102,17 @@ class View:
     anchors: Tensor
     positions: Tensor
     slots: int
+    masks: dict[int | None, BlockMask] = field(default_factory=dict, kw_only=True)  # by window, shared by layers
 
     def attend(
         self, query: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], window: int | None
     ) -> Tensor:
         """Shapes as in `dense_block`; rows of a windowed layer are causal inside their block."""
         if query.is_cuda and torch.is_grad_enabled():
-            mask = block_block_mask(self.documents, self.anchors, self.slots, window, window is not None)
-            return flex_block(query, context, block, mask)
+            if window not in self.masks:
+                causal = window is not None
+                self.masks[window] = block_block_mask(self.documents, self.anchors, self.slots, window, causal)
+            return flex_block(query, context, block, self.masks[window])
         return dense_block(query, context, block, self.visible(window), self.inside(window, query.device))
 
     def visible(self, window: int | None) -> Tensor:
@@ -187,7 +191,8 @@ class BlockDrafter(Drafter):
         self.lm_head = SharedHead(target, self.vocabulary.ids.to(target.head.device))
         self.embedding = SharedEmbedding(target)
         if self.block["trained_mask"]:
-            self.mask_embedding = nn.Parameter(target.embedding[self.mask_token].detach().float().clone())
+            row = target.embedding[self.mask_token].detach().float()
+            self.mask_embedding = nn.Parameter(row * target.embedding_scale)
         self.rotary = Rotary(config)
 
     def _block(self, given: dict[str, Any], target: TargetParts) -> dict[str, Any]:
@@ -201,6 +206,8 @@ class BlockDrafter(Drafter):
                 f"block.window and block.windowed go together, with draft layers in 0..{found['depth'] - 1}; got "
                 f"window {found['window']}, windowed {windowed}"
             )
+        if found["window"] is not None and found["window"] < 1:
+            raise ValueError(f"block.window must be at least 1, got {found['window']}")
         if found["mask_token"] is None:
             found["mask_token"] = target.mask_token
         if found["mask_token"] is None or not 0 <= found["mask_token"] < len(target.embedding):

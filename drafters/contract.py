@@ -70,11 +70,11 @@ class TargetParts:
     mask_token: int | None = None
 
     def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Target logits of last hidden states. last [..., D]; rows [W] token ids or None for all. Returns [..., W or
-        V]."""
+        """Target logits of last hidden states. last [..., D], moved to the head's device; rows [W] token ids or None
+        for all. Returns [..., W or V], there."""
         weight = self.head if rows is None else self.head[rows]
         bias = None if self.head_bias is None else self.head_bias if rows is None else self.head_bias[rows]
-        return self.shape_logits(nn.functional.linear(last.to(weight.dtype), weight, bias))
+        return self.shape_logits(nn.functional.linear(last.to(weight.device, weight.dtype), weight, bias))
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Apply the target's logit scale and soft cap (both identity for most families). Any shape."""
@@ -290,7 +290,7 @@ class Drafter(nn.Module, ABC):
     cannot train it. coupling: how sampled proposals are verified (see eval.verification); "same_noise" for drafters
     that read the noise of the target's own sampler. branching: how it drafts trees: "slots" when no slot reads drafted
     tokens, so that one pass tells the distributions of all; "steps" when it goes from level to level; None when it
-    drafts chains only.
+    drafts chains only. fitting_measures: the objective terms that read this drafter's labels (None: any).
     """
 
     num_slots: int
@@ -303,6 +303,7 @@ class Drafter(nn.Module, ABC):
     follows_drafts: bool = True
     branching: Literal["slots", "steps"] | None = None
     reads_teacher: bool = False
+    fitting_measures: tuple[str, ...] | None = None
     # Confidences [R, K] from peaks [R, K], fitted afterwards and loaded beside a head that gives none of its own.
     estimator: Callable[[Tensor], Tensor] | None = None
 

@@ -61,8 +61,9 @@ class NoiseView(View):
     ) -> Tensor:
         """As View's, causal in every layer."""
         if query.is_cuda and torch.is_grad_enabled() and not self.branch:
-            mask = block_block_mask(self.documents, self.anchors, self.slots, window, True)
-            return flex_block(query, context, block, mask)
+            if window not in self.masks:
+                self.masks[window] = block_block_mask(self.documents, self.anchors, self.slots, window, True)
+            return flex_block(query, context, block, self.masks[window])
         return dense_block(query, context, block, self.visible(window), self.inside(window, query.device))
 
     def visible(self, window: int | None) -> Tensor:
@@ -144,6 +145,8 @@ class KForcing(BlockDrafter):
         self.noise = _checked(found, size)
         self.form, self.ranked = self.noise["form"], self.noise["order"] == "ranked"
         self.coupling: Coupling = self.noise["coupling"]
+        if self.noise["form"] != "conditional":
+            self.fitting_measures = ("hard_ce",)  # what the noise decides is no token of the target's distribution
         self.stream = DRAFT_STREAM if self.coupling == "rejection" else NOISE_STREAM
         width = self.noise["width"]
         self.encoder = PointwiseNoiseEncoder(width, width if self.form == "joint" else size)
@@ -286,7 +289,8 @@ class KForcing(BlockDrafter):
         for where in asked.nonzero().split(max(1, LOGITS_AT_ONCE // len(target.head))):
             rows, place = where.unbind(1)
             with torch.autocast(noise.device.type, enabled=False):
-                probs = (target.logits(batch.last[rows, place]).float() / heat[rows, None]).softmax(-1)
+                logits = target.logits(batch.last[rows, place]).to(noise.device)
+                probs = (logits.float() / heat[rows, None]).softmax(-1)
             drawn, anew, data = noise[rows, place], fresh[rows, place], batch.tokens[rows, place + 1]
             left, right = bins(probs, data, self.ranked)
             drawn = torch.where(anew, drawn, left + (right - left) * drawn)
@@ -338,12 +342,17 @@ class KForcing(BlockDrafter):
         first = half.guess(part, batch.tokens.gather(1, place), noise[..., :width], tau)
         branch = read(part, first[..., :-1], half.needs.layers)
         second = half.guess(part, first[..., -1], noise[..., width:], tau, branch)
-        index = chosen[..., None].expand_as(noise)
+        index, forced = chosen[..., None].expand_as(noise), (keys.gather(1, chosen) < share)[..., None]
+
+        def put(own: Tensor, made: Tensor) -> Tensor:
+            """`own` [B, A, K] with `made` at the chosen anchors that belong to the share."""
+            return own.scatter(1, index, torch.where(forced, made, own.gather(1, index)))
+
         return Draws(
-            drawn.noise.scatter(1, index, noise),
+            put(drawn.noise, noise),
             drawn.tau,
-            drawn.labels.scatter(1, index, torch.cat([first, second], -1)),
-            drawn.mask.scatter(1, index, labels.mask.gather(1, index)),
+            put(drawn.labels, torch.cat([first, second], -1)),
+            put(drawn.mask, labels.mask.gather(1, index)),
         )
 
     @torch.no_grad()

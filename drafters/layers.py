@@ -135,8 +135,12 @@ class SharedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., W]; no gradient reaches the weights."""
-        weight, bias = self.weight, self.bias
-        return self.target.shape_logits(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
+        # Under autocast the product is made in 16 bits: a head of 16 bits is then read as it lies, never copied.
+        mixed = torch.is_autocast_enabled(hidden.device.type) and self.weight.dtype != torch.float32
+        dtype = self.weight.dtype if mixed else hidden.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+        return self.target.shape_logits(logits)
 
 
 def plain_norm_weight(norm: nn.Module, size: int, eps: float) -> Tensor | None:

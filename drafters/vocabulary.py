@@ -65,6 +65,16 @@ class DraftVocabulary:
             self._moved[device] = self.ids.to(device)
         return self._moved[device]
 
+    def inverse_on(self, device: torch.device) -> Tensor:
+        """`inverse` on a device, moved there once."""
+        if device not in self._moved_inverse:
+            self._moved_inverse[device] = self.inverse.to(device)
+        return self._moved_inverse[device]
+
+    @cached_property
+    def _moved_inverse(self) -> dict[torch.device, Tensor]:
+        return {}
+
     @cached_property
     def _moved(self) -> dict[torch.device, Tensor]:
         return {}

@@ -96,7 +96,7 @@ class DrafterModule(LightningModule):
         divide_gradients(self.parameters(), sums["denominator"], averaged)
         norm = gradient_norm(self.parameters())
         known = [sums["tokens"], sums["supervised"].sum(), sums["stop"], norm.to(sums["loss"]), sums["loss"]]
-        tokens, slots, stop, size, loss = torch.stack(known).tolist()  # the step's one wait for the device
+        tokens, slots, stop, size, loss = torch.stack(known).tolist()  # what the step tells the host, in one go
         self.stopping = stop > 0
         self.tokens_seen += int(tokens)
         if not math.isfinite(size) or not math.isfinite(loss):

@@ -1,9 +1,9 @@
 """Objectives on the slot grid: how far a slot's draft distribution q is from the target's p, weighted by slot.
 
 Only supervised slots meet the vocabulary, a chunk of anchors at a time, and each chunk's gradient is made while its
-logits are there, so [slots, V] never exists and no logit is computed twice. Teacher logits are made once a position
-and shared by the K slots that predict the same token. `plain_terms` is the slow, obvious form that the fast one must
-equal.
+logits are there, so [slots, V] never exists and no logit is computed twice (a drafter's own measure may make others).
+Teacher logits are made once a position and shared by the K slots that predict the same token. `plain_terms` is the
+slow, obvious form that the fast one must equal.
 
 p over the draft vocabulary comes in two forms: `p` is the target's own probability (sums to less than 1 when the draft
 vocabulary is reduced), `p_hat` is p renormalised over the draft vocabulary.
@@ -162,6 +162,11 @@ class SlotWeights:
         allowed = ("uniform", "exponential", "geometric", *DPACE)
         if self.kind not in allowed:
             raise ValueError(f"slot weights kind must be one of {', '.join(allowed)}, got {self.kind!r}")
+        if not self.gamma > 0 or not self.beta >= 0 or not 0 <= self.alpha <= 1:
+            raise ValueError(
+                "slot weights need gamma above 0, beta of at least 0 and alpha in [0, 1], got gamma "
+                f"{self.gamma}, beta {self.beta}, alpha {self.alpha}"
+            )
 
     def static(self, num_slots: int, device: torch.device) -> Tensor:
         """[K] weights known before the forward; their sum over supervised slots is the denominator."""
@@ -171,7 +176,7 @@ class SlotWeights:
         return self.beta**steps if self.kind == "geometric" else torch.ones_like(steps)
 
     def of(self, confidence: Tensor, supervised: Tensor) -> Tensor:
-        """Weights [A, K] of slots whose label the drafter gives probability `confidence` [A, K] (detached)."""
+        """Weights [A, K] of slots whose token the drafter gives probability `confidence` [A, K] (detached)."""
         static = self.static(supervised.shape[1], supervised.device)
         if self.kind in DPACE:
             return dpace(confidence, supervised, self.alpha, DPACE[self.kind])
@@ -215,6 +220,8 @@ class Objective:
             raise ValueError(f"objective terms must be of {', '.join(MEASURES)}; got {', '.join(unknown) or 'none'}")
         if stray := sorted(set(self.unweighted or ()) - set(self.terms)):
             raise ValueError(f"objective unweighted names {', '.join(stray)}, not among its terms")
+        if self.chunk < 0:
+            raise ValueError(f"objective chunk must be at least 0, got {self.chunk}")
         try:
             SlotWeights(**self.weights)
         except TypeError as error:
@@ -233,12 +240,25 @@ class Objective:
     def slot_weights(self) -> SlotWeights:
         return SlotWeights(**self.weights)
 
+    def confidence(self, scored: Scored) -> Tensor:
+        """[A, K], detached: what the drafter gives the token that is trained: the data's where a term reads it (as in
+        D-PACE, where it is the cross-entropy's), else the slot's label."""
+        token = scored.data if any(name.endswith("data_ce") for name in self.terms) else scored.label
+        return scored.in_grid(scored.logq.detach().gather(-1, token[:, None])[:, 0].exp())
+
     def measures(self, drafter: Drafter) -> dict[str, Callable[[Scored], Tensor]]:
-        """The functions behind the terms. ValueError names a measure that this drafter does not have."""
+        """The functions behind the terms. ValueError names a measure that this drafter does not have, or that does not
+        fit its labels."""
         known = MEASURES | {OWN + name: measure for name, measure in drafter.measures().items()}
         if unknown := sorted(set(self.terms) - set(known)):
             raise ValueError(
                 f"{type(drafter).__name__} has no measure {', '.join(unknown)}; objective terms: {', '.join(known)}"
+            )
+        fitting = drafter.fitting_measures
+        if fitting is not None and (stray := sorted(set(self.terms) - set(fitting))):
+            raise ValueError(
+                f"{type(drafter).__name__} has labels of its own, which {', '.join(stray)} would not read; objective "
+                f"terms: {', '.join(fitting)}"
             )
         return {name: known[name] for name in self.terms}
 
@@ -304,7 +324,7 @@ def flat_labels(slots: SlotBatch, batch: Batch, inverse: Tensor, objective: Obje
 def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetParts, objective: Objective) -> Terms:
     """The objective's sums over one batch's supervised slots; `loss` carries gradient to the drafter."""
     device, num_slots = slots.hidden.device, slots.hidden.shape[2]
-    labels = flat_labels(slots, batch, drafter.vocabulary.inverse.to(device), objective)
+    labels = flat_labels(slots, batch, drafter.vocabulary.inverse_on(device), objective)
     last, _, lse = batch.outputs()
     scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, last, lse, batch)
     chunk = objective.chunk or LOGITS_AT_ONCE // len(drafter.vocabulary)
@@ -345,10 +365,11 @@ class _Scorer:
         """The target's logits on the draft vocabulary [u, W] at flat positions [u]: whole, or the kept most likely
         ones over a floor."""
         if self.batch.top_ids is None or self.batch.top_logp is None:
-            return self.target.logits(self.last.flatten(0, 1)[positions])
+            # A large target's head may lie on another device than the drafter trains on.
+            return self.target.logits(self.last.flatten(0, 1)[positions]).to(self.last.device)
         ids, logp = (x.flatten(0, 1)[positions] for x in (self.batch.top_ids, self.batch.top_logp))
         vocabulary = self.drafter.vocabulary
-        return top_logits(vocabulary.inverse.to(ids.device)[ids], logp, self.lse.flatten()[positions], len(vocabulary))
+        return top_logits(vocabulary.inverse_on(ids.device)[ids], logp, self.lse.flatten()[positions], len(vocabulary))
 
     def score(self, hidden: Tensor, group: Tensor) -> tuple[Scored, Tensor]:
         """hidden [G, K, D] of the group's anchors -> their supervised slots and where those stand [G, K]."""
@@ -374,8 +395,7 @@ class _Scorer:
     def sums(self, hidden: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted loss of one group, and [terms + 4 K] sums: each measure, offered, kept, overlap, supervised."""
         scored, supervised = self.score(hidden, group)
-        confidence = scored.in_grid(scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp())
-        weights = self.objective.slot_weights.of(confidence, supervised)[supervised]
+        weights = self.objective.slot_weights.of(self.objective.confidence(scored), supervised)[supervised]
         factors = 1.0 if self.labels.factors is None else self.labels.factors[group][supervised]
         losses = []
         for measure in self.objective.measures(self.drafter).values():  # a comprehension would be one more frame
@@ -466,8 +486,7 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
         supervised=labels.supervised,
         progress=batch.progress,
     )
-    confidence = scored.in_grid(scored.logq.detach().gather(-1, scored.label[:, None])[:, 0].exp())
-    weights = objective.slot_weights.of(confidence, labels.supervised)[labels.supervised]
+    weights = objective.slot_weights.of(objective.confidence(scored), labels.supervised)[labels.supervised]
     factors = 1.0 if labels.factors is None else labels.factors[labels.supervised]
     losses = [measure(scored) for measure in objective.measures(drafter).values()]
     return objective.mix(losses, weights, hidden.shape[1], factors)[0]

@@ -172,7 +172,8 @@ class SelfForcing:
         rounds: list[Round] = []
         seeds = draft_seeds(batch, texts, offsets)
         sampling = Sampling(temperature=self.settings.temperature)
-        with torch.no_grad():
+        # Drafting keeps caches in the parameters' dtype; training may run the drafter in another.
+        with torch.no_grad(), torch.autocast(batch.tokens.device.type, enabled=False):
             for start in range(0, len(texts), AT_ONCE):
                 numbers = range(start, min(start + AT_ONCE, len(texts)))
                 some, own = [texts[i] for i in numbers], seeds[start : numbers.stop]
@@ -228,7 +229,8 @@ class SelfForcing:
         """Fill in what the target says at the verdicts' states, and its tokens there as labels."""
         if drafted.last.shape[1] == 0:
             return drafted
-        top1, lse = readout(self.target, drafted.last.flatten(0, 1))
+        with torch.autocast(drafted.last.device.type, enabled=False):
+            top1, lse = readout(self.target, drafted.last.flatten(0, 1))
         top1, lse = (x.view(drafted.last.shape[:2]).to(drafted.last.device) for x in (top1, lse))
         own = (drafted.teacher - columns).clamp_min(0).flatten(1)
         said = top1.gather(1, own).view_as(drafted.labels)
@@ -291,6 +293,8 @@ def _lay_out(
     for index, one in enumerate(rounds):
         by_row[offsets[one.answer][0]].append(index)
     width = max(1, *(len(one) for one in by_row))
+    if batch.tokens.is_cuda:
+        width = -(-width // 32) * 32  # few shapes, for attention that is compiled
     shape, device = (rows, width, num_slots), batch.tokens.device
     anchors = torch.full((rows, width), -1)
     tokens, labels, teacher = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))

@@ -16,7 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from training.train import run
+from checkpoints.run import known_groups
+from training.train import GROUPS, run
 
 
 def run_stages(config: DictConfig, out: Path, windows: Sequence[int], **stage: Any) -> list[dict[str, Any]]:
@@ -43,6 +44,7 @@ def main(config: DictConfig) -> None:
     OmegaConf.set_struct(config, False)
     windows = config.pop("windows", [1, 2, 4])
     stage = {name: config.pop(name) for name in ("share", "start") if name in config}
+    known_groups(config, *GROUPS)
     for one in run_stages(config, Path(HydraConfig.get().runtime.output_dir), list(windows), **stage):
         Console().print(f"window {one['window']}: greedy tau {one['tau']:.3f}: {one['drafter']}", soft_wrap=True)
 

@@ -135,6 +135,32 @@ def test_slot_weights_by_hand():
     assert masked.tolist() == [pytest.approx([1.0, 0.0])]
 
 
+def test_dpace_trusts_the_token_that_is_trained():
+    """q = (3/4, 1/4), the target's best token 0, the data's token 1: D-PACE with the data's cross-entropy reads 1/4."""
+    one = scored([math.log(3.0), 0.0], [1.0, 0.0])
+    one.data = torch.tensor([1])
+    assert Objective({"hard_ce": 1.0}).confidence(one).item() == pytest.approx(0.75)
+    assert Objective({"data_ce": 1.0}).confidence(one).item() == pytest.approx(0.25)
+    assert Objective({"own_base_data_ce": 1.0}).confidence(one).item() == pytest.approx(0.25)
+
+
+def test_labels_of_a_drafters_own_are_not_met_by_the_targets_distribution(target):
+    drafter = checks.build("kforcing", target, num_slots=2)
+    assert list(Objective({"hard_ce": 1.0}).measures(drafter)) == ["hard_ce"]
+    for term in ("kl", "data_ce"):
+        with pytest.raises(ValueError, match=f"{term} would not read; objective terms: hard_ce"):
+            Objective({"hard_ce": 1.0, term: 1.0}).measures(drafter)
+    assert list(Objective({"kl": 1.0}).measures(checks.build("kforcing_conditional", target, num_slots=2))) == ["kl"]
+
+
+@pytest.mark.parametrize("weights", [{"gamma": 0.0}, {"beta": -1.0}, {"alpha": 1.5}, {"gamma": math.nan}])
+def test_numbers_of_slot_weights_are_checked(weights):
+    with pytest.raises(ValueError, match="slot weights need gamma above 0"):
+        Objective(weights=weights)
+    with pytest.raises(ValueError, match="chunk must be at least 0, got -1"):
+        Objective(chunk=-1)
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="hardce"):
         Objective({"hardce": 1.0})

@@ -1,5 +1,7 @@
 """Push-forward heads on the road: stages 1, 2, 4 through the training entry, lossless and lossy evaluation."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,13 @@ def test_stages_refuse_what_does_not_double_or_stage(prepared: Path, tmp_path: P
     changed = [word for word in words(prepared) if not word.startswith("drafter=")] + other
     with pytest.raises(ValueError, match="does not learn in stages"):
         run_stages(checks.compose_config("train", *changed), tmp_path, [2])
+
+
+def test_mistyped_keys_of_stages_are_refused(prepared: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "training.stages", *words(prepared), "+shares=1.0", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
+    assert done.returncode != 0
+    assert "shares" in done.stderr
 
 
 def test_evaluation_names_the_verification(prepared: Path, stages: Path) -> None:

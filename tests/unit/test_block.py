@@ -91,6 +91,7 @@ def test_a_trained_mask_starts_from_the_targets_row(target):
         ({"mask_token": 64}, "mask token 64 is no row"),
         ({"depth": 0}, "depth must be at least 1"),
         ({"width": 3}, "unknown key"),
+        ({"window": 0, "windowed": [0]}, "window must be at least 1, got 0"),
         ({"window": 4}, "go together"),
         ({"window": 4, "windowed": [5]}, "go together"),
     ],

@@ -1,5 +1,6 @@
 """Push-forward heads: noise encoder and bins by hand, what a slot sees, exact labels, stages against a slow twin."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -247,6 +248,10 @@ def test_a_share_of_anchors_keeps_the_targets_labels(target: Target) -> None:
     assert same.any()
     assert not same.all()
     assert torch.equal(exact.labels[same], mixed.labels[same])
+    # Padding is no anchor: with three times as many columns the share is still of the real ones.
+    padded = replace(batch, anchors=torch.nn.functional.pad(batch.anchors, (0, 2 * batch.anchors.shape[1]), value=-1))
+    wide = drafter.draws(padded, grid(padded, 2)).noise[:, : batch.anchors.shape[1]]
+    assert (exact.noise == wide).all(-1)[batch.anchors >= 0].any()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
