@@ -39,7 +39,7 @@ from eval.hardware_measured import Measured, Miss, StepTable, misses
 from eval.hardware_shapes import DrafterShape, from_config
 from eval.plots import draw_plots, write_plots
 from eval.rounds import RoundTimes, profile_rounds, random_prompts, show_rounds
-from eval.speedups import measure_speedups, show_speedups
+from eval.speedups import Measuring, measure_speedups, show_speedups
 from eval.steady import LOOPS, Loop
 from eval.verification import verify_greedy
 
@@ -304,9 +304,8 @@ def speedups(
     `headstart eval predicted=` reads) and a plot."""
     template = Template(target.tokenizer, None, target.eos_ids)
     prompts = [template.prompt(prompt.messages) for prompt in load_prompts(how.prompts)]
-    points = measure_speedups(
-        target, drafter, cost, prompts, how.rows, how.slots, how.new_tokens, how.seconds, how.context
-    )
+    measuring = Measuring(how.rows, how.slots, how.new_tokens, how.seconds, how.context)
+    points = measure_speedups(target, drafter, cost, prompts, measuring)
     rows = [one.as_dict() for one in points]
     path = folder / SPEEDUPS_FILE
     write_json(path, rows)

@@ -28,6 +28,18 @@ from eval.hardware import Cost, speedup
 
 
 @dataclass(frozen=True)
+class Measuring:
+    """rows, slots: every pair is measured. new_tokens: of a group. seconds: of measured rounds a pair. context:
+    positions at which costs are asked."""
+
+    rows: Sequence[int]
+    slots: Sequence[int]
+    new_tokens: int
+    seconds: float
+    context: int
+
+
+@dataclass(frozen=True)
 class Rounds:
     """Rounds of full groups: how many, the tokens that all rows wrote in them, seconds."""
 
@@ -102,27 +114,26 @@ def measure_speedups(
     drafter: Drafter,
     cost: Cost,
     prompts: Sequence[list[int]],
-    rows: Sequence[int],
-    slots: Sequence[int],
-    new_tokens: int,
-    seconds: float,
-    context: int,
+    how: Measuring,
 ) -> list[Point]:
-    """A point for every number of rows and slots. cost: predicts, at `context` positions. seconds: of measured rounds
-    a point. ValueError without prompts, or for new_tokens below 2 (the first token needs no round)."""
-    if not prompts or new_tokens < 2:
-        raise ValueError(f"speedups need a prompt and new_tokens of 2 or more, got {len(prompts)} and {new_tokens}")
+    """A point for every number of rows and slots. cost: predicts. ValueError without prompts, or for fewer than two new
+    tokens (the first needs no round)."""
+    if not prompts or how.new_tokens < 2:
+        raise ValueError(f"speedups need a prompt and two new tokens, got {len(prompts)} and {how.new_tokens}")
     found = []
-    for count in rows:
+    for count in how.rows:
         order = cycle(prompts)
-        plain = DecodeSettings(1, new_tokens, count)
-        measure_rounds(target, drafter, order, DecodeSettings(slots[-1], 2, count), 0.0)  # warm
-        without = measure_rounds(target, None, order, plain, seconds / 2)
-        drafted = [measure_rounds(target, drafter, order, DecodeSettings(k, new_tokens, count), seconds) for k in slots]
-        without += measure_rounds(target, None, order, plain, seconds / 2)
-        for k, done in zip(slots, drafted, strict=True):
+        plain = DecodeSettings(1, how.new_tokens, count)
+        measure_rounds(target, drafter, order, DecodeSettings(how.slots[-1], 2, count), 0.0)  # warm
+        without = measure_rounds(target, None, order, plain, how.seconds / 2)
+        drafted = [
+            measure_rounds(target, drafter, order, DecodeSettings(k, how.new_tokens, count), how.seconds)
+            for k in how.slots
+        ]
+        without += measure_rounds(target, None, order, plain, how.seconds / 2)
+        for k, done in zip(how.slots, drafted, strict=True):
             tau = done.tokens / (done.rounds * count)
-            predicted = speedup(cost, tau, count, k, context)
+            predicted = speedup(cost, tau, count, k, how.context)
             found.append(Point(count, k, done.rounds, tau, predicted, done.tokens_per_s / without.tokens_per_s))
     return found
 

@@ -17,7 +17,7 @@ from eval.evaluate import run
 from eval.report import beside
 from eval.scheduled import ScheduleSettings
 from eval.scheduler import Load
-from eval.speedups import measure_rounds, measure_speedups
+from eval.speedups import Measuring, measure_rounds, measure_speedups
 from tests import checks
 from tests.doubles import save_tiny
 
@@ -115,6 +115,6 @@ def test_measured_rounds_all_serve_every_request(words: list[str]) -> None:
     done = measure_rounds(target, None, cycle([[4, 5], [6]]), DecodeSettings(1, 6, 2), 0.0)
     assert (done.rounds, done.tokens) == (5, 10)  # the first of six comes with the prompt
     drafter = load_drafter(Path(words[-2].removeprefix("drafter_dir=")), target.parts)
-    points = measure_speedups(target, drafter, Flat(), [[4, 5], [6]], [2], [3], 6, 0.0, 8)
+    points = measure_speedups(target, drafter, Flat(), [[4, 5], [6]], Measuring([2], [3], 6, 0.0, 8))
     assert points[0].predicted == pytest.approx(points[0].tau)  # all passes cost the same, drafting nothing
     assert 1 <= points[0].tau <= 4
