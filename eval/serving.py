@@ -63,10 +63,12 @@ class SimulateSettings:
             raise ValueError("simulate needs traces or alpha, one of the two")
         if self.drafter_kind not in KINDS:
             raise ValueError(f"drafter_kind must be one of {', '.join(KINDS)}, got {self.drafter_kind!r}")
-        if not self.loads or min(self.loads) <= 0 or not self.schedulers:
-            raise ValueError("simulate needs at least one scheduler and one load, loads above 0")
+        if not self.loads or not self.schedulers:
+            raise ValueError("simulate needs at least one scheduler and one load")
         settings(Parallel, self.parallel, "parallel")
-        settings(Traffic, self.traffic, "traffic")
+        traffic = settings(Traffic, self.traffic, "traffic")
+        for load in self.loads:
+            traffic.check(load)
 
     def rounds(self) -> Traces:
         """The traces, cut to num_slots. ValueError when they have fewer."""
