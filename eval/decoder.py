@@ -80,7 +80,8 @@ class Generation:
 
     tokens: new tokens; the first was written by the target while it read the prompt and belongs to no round.
     emitted: tokens of each round that stand in `tokens`. accepted: how many of those were drafted. proposed: slots that
-    were scored: K, or, where the answer ended at an accepted draft (end of turn or max_new_tokens), the slots up to it.
+    were scored: K, or, where the answer ended at an accepted draft (end of turn or max_new_tokens), the slots up to it;
+    in a tree, where the walk ended at a leaf, the slots down to that.
     verified: drafts that verification accepted in each round before the answer's end cut it; engines count these.
     lengths: slots that each round had verified where a schedule chose them; empty where all K always were.
     confidences: the drafter's own estimates by slot, one list of K a round; empty when it gives none. peaks: q_max by

@@ -86,6 +86,8 @@ class Client:
         """Answers to all requests, `concurrency` at a time."""
         try:
             return asyncio.run(self._ask(asks, concurrency))
+        except httpx.ConnectTimeout:
+            raise self.server.failure(f"did not take a connection within {CONNECT_S:g} s") from None
         except (TimeoutError, httpx.TimeoutException):
             raise self.server.failure(f"did not answer a request within {self.timeout_s:g} s") from None
         except (httpx.HTTPError, ValueError, KeyError, EOFError) as error:

@@ -109,7 +109,8 @@ class Setup:
 class Dialect:
     """command(setup, port, drafted): words that start a server. path: of requests. body(ask, model): a request's JSON.
     read(event, seen, num_slots): a stream's event, after `seen` tokens of a request drafted by num_slots. models,
-    version: paths that name the model and the version. counters(text): from /metrics."""
+    version: paths that name the model and the version. counters(text): from /metrics. ordered: whether it can tell a
+    request's rounds in their order."""
 
     command: Callable[[Setup, int, bool], list[str]]
     path: str
@@ -118,6 +119,7 @@ class Dialect:
     models: str
     version: str
     counters: Callable[[str], Counters]
+    ordered: bool = True
 
 
 def samples(text: str) -> Iterable[tuple[str, dict[str, str], float]]:
@@ -187,7 +189,9 @@ def _vllm_read(event: dict[str, Any], seen: int, num_slots: int) -> Piece:
     if found.get("per_step_accepted"):
         steps = zip(found["per_step_accepted"], found["per_step_drafted"], strict=True)
         return Piece(tokens, [(int(a), int(p)) for a, p in steps], ordered=True)
-    return Piece(tokens, histogram_rounds(found["acceptance_histogram"], num_slots))
+    # An answer that ends at its first token has no rounds; the server then leaves their lists out.
+    rounds = histogram_rounds(found["acceptance_histogram"], num_slots)
+    return Piece(tokens, rounds, ordered=not rounds)
 
 
 def _vllm_counters(text: str) -> Counters:
@@ -272,6 +276,13 @@ DIALECTS: dict[str, Dialect] = {
     "vllm": _VLLM,
     "vllm_speculators": _VLLM,
     "sglang": Dialect(
-        _sglang_command, "/generate", _sglang_body, _sglang_read, "/v1/models", "/get_server_info", _sglang_counters
+        _sglang_command,
+        "/generate",
+        _sglang_body,
+        _sglang_read,
+        "/v1/models",
+        "/get_server_info",
+        _sglang_counters,
+        ordered=False,
     ),
 }

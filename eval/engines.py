@@ -52,6 +52,8 @@ from eval.turns import Request, Turns
 NOT_HERE = ("replay", "recording", "calibrate", "verification", "loop", "pareto", "weights")
 WARM_UP_TOKENS = 16
 EXAMPLE_PORTS = {True: 8000, False: 8001}
+AGREED = ("num_layers", "hidden_size", "tokenizer")  # of an export's target, that check_export compares
+DRAFTER_WORDS = {"architecture": "architecture", "measured": "measured", "made_for": "target"}
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class Job:
             Ask(one.ids, how.max_new_tokens, ends, how.sampling, prompt_seed(one.id, seed) % 2**31) for one in requests
         ]
 
+    @property
+    def compares(self) -> bool:
+        """Whether a server without the drafter is measured too."""
+        return self.how.baseline and (self.serving.url is None or self.serving.baseline_url is not None)
+
     def words(self, drafted: bool, port: int) -> list[str]:
         return self.dialect.command(self.setup, port, drafted)
 
@@ -122,21 +129,34 @@ def run_engines(config: DictConfig, folder: Path) -> EngineReport | None:
     if job.serving.start == "print":
         print_commands(job, console)
         return None
+    predicted = foreseen(config, job)
     report, drafted = measure(job, folder, console)
     speeds = {f"c={one.concurrency}": one.speedup.value for one in report.levels if one.speedup}
     report = replace(
         report,
         drafter_dir=str(job.setup.drafter),
         command=command(),
-        predicted=None if config.predicted is None else beside(read_json(Path(config.predicted)), {**speeds}),
+        predicted=None if predicted is None else beside(predicted, {**speeds}),
     )
-    if config.traces is not None:
-        save_traces(drafted, job.setup.num_slots, Path(config.traces).expanduser())
-    record(folder, config, target=job.setup.provenance["target"])
+    record(folder, config, target=report.target)
     path = report.write(folder)
     report.show(console)
     console.print(f"report         {path.with_name(PAGE)}", soft_wrap=True)
+    if config.traces is not None:  # after the report: a server that joined may not tell what traces need
+        save_traces(drafted, job.setup.num_slots, Path(config.traces).expanduser())
     return report
+
+
+def foreseen(config: DictConfig, job: Job) -> dict[str, Any] | None:
+    """The predicted speedups, if any. ValueError, before hours of measuring, for traces of a server that loses the
+    order of rounds, and for predictions of what will not be measured."""
+    if config.traces is not None and not job.dialect.ordered:
+        raise ValueError(f"traces need every round in its order, which {job.name} does not tell: traces must be null")
+    if config.predicted is None:
+        return None
+    predicted: dict[str, Any] = read_json(Path(config.predicted).expanduser())
+    beside(predicted, {f"c={one}": 1.0 if job.compares else None for one in job.serving.concurrency})
+    return predicted
 
 
 def planned(config: DictConfig, folder: Path) -> Job:
@@ -238,14 +258,14 @@ def measure(job: Job, folder: Path, console: Console) -> tuple[EngineReport, dic
     timed: dict[bool, dict[int, Timed]] = {True: {}, False: {}}
     about: dict[str, Any] = {"name": job.name, "version": "unknown", "commands": {}}
     requests: list[Request] = []
-    wanted = [False, True] if job.how.baseline and (job.serving.url is None or job.serving.baseline_url) else [True]
-    for drafted in wanted:
+    served: dict[str, str] = {}
+    for drafted in [False, True] if job.compares else [True]:
         who = "drafter" if drafted else "baseline"
         console.print(f"{who}: starting or joining a server", style="dim")
         begun = time.perf_counter()
         with serve(job, drafted, folder, about) as server:
             client = Client(server, job.dialect, job.setup.num_slots, job.serving.request_timeout_s)
-            about["version"] = client.version()
+            about["version"], served[who] = client.version(), hide(client.model)
             seconds[f"start {who}"] = time.perf_counter() - begun
             begun = time.perf_counter()
             requests = requests or every_turn(job, client)
@@ -265,14 +285,22 @@ def measure(job: Job, folder: Path, console: Console) -> tuple[EngineReport, dic
         seconds=seconds,
         example=example(job, requests[0], timed[True]),
         settings={"num_slots": slots, "dtype": job.voice.dtype, **_said(job)},
-        target=dict(job.setup.provenance["target"]),
-        drafter={"architecture": job.setup.provenance["architecture"], "measured": job.setup.provenance["measured"]},
+        target=target_words(job, served),
+        drafter={name: job.setup.provenance[key] for name, key in DRAFTER_WORDS.items()},
         machine=machine(),
         pareto=_pareto(levels),
         levels=levels,
         engine=about,
     )
     return report, timed[True]
+
+
+def target_words(job: Job, served: dict[str, str]) -> dict[str, Any]:
+    """The target that was measured: its name, what the export says of it and was found equal, and the model that each
+    server says it serves. The export's own target, fingerprints included, stands with the drafter."""
+    declared = job.setup.provenance["target"]
+    found = {name: declared[name] for name in AGREED if name in declared}
+    return {"name": job.voice.source, "revision": job.target.revision, **found, "served": served}
 
 
 def serve(job: Job, drafted: bool, folder: Path, about: dict[str, Any]) -> AbstractContextManager[Server]:

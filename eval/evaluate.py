@@ -36,6 +36,7 @@ from eval.calibration import attach_estimator, calibrate_generations, save_calib
 from eval.decoder import DecodeSettings, Verification, generate
 from eval.engine_settings import KEYS
 from eval.hardware import Cost, HardwareSettings
+from eval.hardware_measured import measured_times
 from eval.latency import latency
 from eval.lossless import Difference, compare
 from eval.lossy import RULES, Agreement, Lossy, agreement
@@ -379,10 +380,10 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
     how = settings(ScheduleSettings, config.schedule, "schedule")
     hardware = settings(HardwareSettings, config.hardware, "hardware")
     measured = replace(measured, peaks=bool(config.calibrate), tree=tree)
-    if config.replay and (how.name is not None or measured.loop is not None):
-        raise ValueError("a replay decodes nothing: schedule must be none and loop null with replay=true")
+    check_keys(config, measured, how)
     drafter_dir = Path(config.drafter_dir).expanduser().resolve()
     prompts = load_prompts(config.prompts if isinstance(config.prompts, str) else list(config.prompts))
+    predicted, pareto = foreseen(config, measured, prompts)
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
     drafter = load_drafter(drafter_dir, target.parts, weights=measured.weights)
     if not config.calibrate:
@@ -393,8 +394,8 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
         words = {"drafter_dir": str(drafter_dir), "command": command()}
         report = evaluate_replay(target, drafter, prompts, measured, recording, words)
     else:
-        roofline = partial(roofline_of, target, drafter_dir, hardware, config.hardware_engine)
-        loop = loop_of(how, measured, drafter, roofline)
+        model = partial(cost_of, target, drafter_dir, hardware, config.hardware_engine)
+        loop = loop_of(how, measured, drafter, model)
         report = evaluate(target, drafter, prompts, measured, loop=loop)
         measured_speeds = {name: part.speed.speedup for name, part in [*report.parts.items(), ("all", report.whole)]}
         report = replace(
@@ -402,19 +403,57 @@ def run(config: DictConfig, folder: Path) -> Report | Replayed | None:
             drafter_dir=str(drafter_dir),
             command=command(),
             settings=report.settings | {"loop": loop.kind, "schedule": config.schedule.name},
-            predicted=None if config.predicted is None else beside(read_json(Path(config.predicted)), measured_speeds),
-            pareto=None if config.pareto is None else read_json(Path(config.pareto)),
+            predicted=None if predicted is None else beside(predicted, measured_speeds),
+            pareto=pareto,
         )
-    if config.calibrate:
-        _keep_calibration(drafter_dir, report, measured.sampling)
-    if config.traces is not None:
-        _keep_traces(report, Path(config.traces).expanduser())
     record(folder, config, target=target.identity)
     path = report.write(folder)
     console = Console()
     report.show(console)
     console.print(f"report         {path.with_name(PAGE)}", soft_wrap=True)
+    # What can fail comes after the report, which hours may have gone into.
+    if config.calibrate:
+        _keep_calibration(drafter_dir, report, measured.sampling)
+    if config.traces is not None and isinstance(report, Report):
+        Traces.of(report.answers, report.num_slots).save(Path(config.traces).expanduser())
     return report
+
+
+def check_keys(config: DictConfig, measured: EvalSettings, how: ScheduleSettings) -> None:
+    """ValueError for keys that exclude each other, before anything is loaded."""
+    if config.replay and (how.name is not None or measured.loop is not None):
+        raise ValueError("a replay decodes nothing: schedule must be none and loop null with replay=true")
+    if config.calibrate and measured.tree.kind != "none":
+        raise ValueError(f"calibrate=true is for chains: tree must be none, got {measured.tree.kind}")
+    if config.traces is None:
+        return
+    if config.replay:
+        raise ValueError("traces are recorded where the target decodes: replay must be false")
+    if how.name is not None:
+        raise ValueError(f"traces need all slots of every round: schedule must be none, got {how.name}")
+    if measured.tree.kind != "none":
+        raise ValueError(f"traces are of chains: tree must be none, got {measured.tree.kind}")
+
+
+def foreseen(
+    config: DictConfig, measured: EvalSettings, prompts: Sequence[Prompt]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The files of `predicted` and `pareto`, None where there is none. ValueError, before anything is measured, for a
+    prediction of what will not be."""
+    predicted, pareto = (
+        None if config[name] is None else read_json(Path(config[name]).expanduser()) for name in ("predicted", "pareto")
+    )
+    if predicted is not None:
+        speeds = measured.baseline and not config.replay
+        beside(predicted, {name: 1.0 if speeds else None for name in [*by_domain(prompts), "all"]})
+    return predicted, pareto
+
+
+def cost_of(target: Target, drafter_dir: Path, hardware: HardwareSettings, engine: str) -> Cost:
+    """What a schedule takes for step times: those of hardware.table, else the roofline."""
+    if hardware.table is not None:
+        return measured_times(hardware.table)
+    return roofline_of(target, drafter_dir, hardware, engine)
 
 
 def plain_keys() -> list[str]:
@@ -422,9 +461,9 @@ def plain_keys() -> list[str]:
     return [key.name for key in fields(EvalSettings) if key.name not in ("peaks", "tree")]
 
 
-def loop_of(how: ScheduleSettings, measured: EvalSettings, drafter: Drafter, roofline: Callable[[], Cost]) -> Loop:
-    """The loop and the schedule that settings ask for. roofline: step times where none were measured. ValueError when
-    confidences are to be fitted under a schedule, whose rounds differ in their slots, and for a schedule of trees."""
+def loop_of(how: ScheduleSettings, measured: EvalSettings, drafter: Drafter, model: Callable[[], Cost]) -> Loop:
+    """The loop and the schedule that settings ask for. model: step times where schedule.steps names none. ValueError
+    when confidences are to be fitted under a schedule, whose rounds differ in their slots, and for one of trees."""
     if how.name is None:
         return Loop(measured.loop or "waiting")
     if measured.tree.kind != "none":
@@ -433,7 +472,7 @@ def loop_of(how: ScheduleSettings, measured: EvalSettings, drafter: Drafter, roo
         raise ValueError(f"calibrate=true needs all slots of every round: schedule must be none, got {how.name}")
     cost: Cost = NoCost()
     if how.needs_cost:
-        cost = how.measured() or roofline()
+        cost = how.measured() or model()
     slots = measured.decoding(drafter).num_slots
     return Loop(measured.loop or "steady", partial(how.make, slots, cost))
 
@@ -485,13 +524,6 @@ def _keep_calibration(drafter_dir: Path, report: Report | Replayed, sampling: Sa
     if report.calibration is None:
         raise ValueError(f"calibrate=true: the drafter in {drafter_dir} gives neither confidences nor q_max")
     save_calibration(drafter_dir, report.calibration, asdict(sampling))
-
-
-def _keep_traces(report: Report | Replayed, path: Path) -> None:
-    """Write every round for `headstart simulate traces=...`; ValueError after a replay, which decodes nothing."""
-    if not isinstance(report, Report):
-        raise ValueError("traces are recorded where the target decodes: replay must be false")
-    Traces.of(report.answers, report.num_slots).save(path)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="eval")

@@ -123,6 +123,14 @@ class Measured:
         return cls(tables["target"], tables["draft"], tables["rest"], found["context"], found["about"])
 
 
+def measured_times(path: str) -> Measured:
+    """Step times of a target and a drafter. ValueError for a file without the drafter's."""
+    found = Measured.load(Path(path).expanduser())
+    if found.draft is None:
+        raise ValueError(f"{path} has no times of a drafter; profile with drafter_dir")
+    return found
+
+
 @dataclass(frozen=True)
 class Miss:
     """How far a model is from one measured time. kind: target or draft; count: tokens or slots of a row."""

@@ -2,7 +2,7 @@
 
 tau            tokens emitted / rounds, the bonus or corrected token included. The first token of an answer comes with
                the prompt and belongs to no round; what an answer's end cut off was not emitted.
-accepted       tau - 1
+accepted       tau - 1; 0 without rounds
 alpha_k        rounds that accepted slot k / rounds that proposed k and accepted 1..k-1
 survival_k     rounds that accepted slot k / rounds that proposed k
 tau_verified   1 + drafts accepted by verification / rounds, before an answer's end cut the last round: what the
@@ -45,7 +45,7 @@ class Acceptance:
 
     @property
     def accepted(self) -> float:
-        return self.tau - 1
+        return max(0.0, self.tau - 1)
 
 
 def acceptance(

@@ -49,7 +49,7 @@ class Acceptance:
 
     @property
     def accepted(self) -> float:
-        return self.tau - 1
+        return max(0.0, self.tau - 1)
 
 
 @dataclass

@@ -73,7 +73,7 @@ class Replayed:
         for name in ("tau", "accepted"):
             table.add_column(name, justify="right")
         for name, tau in found.domains.items():
-            table.add_row(name, f"{tau:.2f}", f"{tau - 1:.2f}")
+            table.add_row(name, f"{tau:.2f}", f"{max(0.0, tau - 1):.2f}")
         table.add_row("all", f"{found.tau:.2f}", f"{found.accepted:.2f}", style="bold")
         console.print(table)
         console.print("alpha by slot  " + "  ".join(f"{alpha:.2f}" for alpha in found.alpha))

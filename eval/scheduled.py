@@ -10,7 +10,6 @@ change with the round (drafters.sampling.round_seeds).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from drafters.contract import Proposal
 from eval.hardware import Cost
-from eval.hardware_measured import Measured
+from eval.hardware_measured import measured_times
 from eval.scheduler import NAMES, FallBack, Load, Prefix, Scheduler, Threshold, build
 from eval.verification import Verdict
 
@@ -82,8 +81,8 @@ class Scheduled:
 class ScheduleSettings:
     """A file of conf/schedule. name: of eval.scheduler.NAMES, static-K, or null for no schedule. least: threshold's
     least survival. adaptive: whether prefix chooses its depth, too. fall_back: plain rounds where drafting does not
-    pay. steps: measured step times (`headstart bench profile`) in place of the hardware's roofline. ValueError on an
-    unknown name."""
+    pay. steps: measured step times (`headstart bench profile`) in place of the hardware's, be those a roofline's or a
+    table's. ValueError on an unknown name."""
 
     name: str | None = None
     least: float = 0.3
@@ -101,8 +100,8 @@ class ScheduleSettings:
         return self.name is not None and (self.fall_back or self.name.startswith(("prefix", "goodput")))
 
     def measured(self) -> Cost | None:
-        """The measured step times, if any were named."""
-        return None if self.steps is None else Measured.load(Path(self.steps).expanduser())
+        """The measured step times, if any were named. ValueError for a file without the drafter's."""
+        return None if self.steps is None else measured_times(self.steps)
 
     def make(self, num_slots: int, cost: Cost) -> Scheduler:
         """A scheduler that has learnt nothing. ValueError without a name."""

@@ -68,6 +68,9 @@ def _verdict(report: Report) -> Iterable[str]:
         word = "identical" if report["greedy_identical"] else "NOT IDENTICAL"
         yield f"Greedy output {word} with and without drafter; {report['near_ties']} near tie(s) proven."
         yield from report["failures"]
+    elif report.get("noise_identical") is not None:
+        share = report["noise_identical"]
+        yield f"Sampled output: {share:.0%} of answers are the target's own from the same noise, token by token."
     elif report.get("replay"):
         yield "Replay of the target's recorded greedy answers: no speed was measured."
     else:
@@ -96,7 +99,7 @@ def _acceptance(report: Report) -> Section | None:
             rows.append([name, str(part["prompts"]), *shown, *_alphas(part)])
     else:
         rows = [["domain", "tau", "accepted"]]
-        rows += [[name, number(tau), number(tau - 1)] for name, tau in report["domains"].items()]
+        rows += [[name, number(tau), number(max(0.0, tau - 1))] for name, tau in report["domains"].items()]
         rows.append(["all", number(report["tau"]), number(report["accepted"])])
     lines = ["alpha_k: slot k accepted, given that the slots before it were."]
     if not parts:

@@ -22,7 +22,7 @@ from rich.table import Table
 from checkpoints.files import atomic, write_json
 from checkpoints.run import known_groups, record, settings
 from eval.hardware import Cost, HardwareSettings, Parallel, Surroundings, break_even_tau
-from eval.hardware_measured import Measured, misses
+from eval.hardware_measured import Measured, measured_times, misses
 from eval.hardware_shapes import DrafterShape, Stack, block_drafter, layer_drafter, one_layer_drafter, target_shape
 from eval.scheduler import build
 from eval.simulate import Served, Simulation, Traffic, best_by_concurrency, engine_hints, pareto
@@ -63,10 +63,12 @@ class SimulateSettings:
             raise ValueError("simulate needs traces or alpha, one of the two")
         if self.drafter_kind not in KINDS:
             raise ValueError(f"drafter_kind must be one of {', '.join(KINDS)}, got {self.drafter_kind!r}")
-        if not self.loads or min(self.loads) <= 0 or not self.schedulers:
-            raise ValueError("simulate needs at least one scheduler and one load, loads above 0")
+        if not self.loads or not self.schedulers:
+            raise ValueError("simulate needs at least one scheduler and one load")
         settings(Parallel, self.parallel, "parallel")
-        settings(Traffic, self.traffic, "traffic")
+        traffic = settings(Traffic, self.traffic, "traffic")
+        for load in self.loads:
+            traffic.check(load)
 
     def rounds(self) -> Traces:
         """The traces, cut to num_slots. ValueError when they have fewer."""
@@ -106,9 +108,7 @@ def machine_of(hardware: HardwareSettings, how: SimulateSettings, num_slots: int
     folder = None if how.drafter_dir is None else Path(how.drafter_dir).expanduser()
     shape = DrafterShape.from_folder(folder, stack) if folder else guessed_drafter(how.drafter_kind, stack, num_slots)
     model = hardware.roofline(how.hardware_engine, stack, shape, settings(Parallel, how.parallel, "parallel"))
-    measured = None if hardware.table is None else Measured.load(Path(hardware.table).expanduser())
-    if measured is not None and measured.draft is None:
-        raise ValueError(f"{hardware.table} has no times of a drafter; profile with drafter_dir")
+    measured = None if hardware.table is None else measured_times(hardware.table)
     cost: Cost = model if measured is None else measured
     if how.network_ms or how.other_tokens:
         cost = Surroundings(cost, how.network_ms / 1000, how.other_tokens)

@@ -43,6 +43,15 @@ class Traffic:
             if getattr(self, name) < 1:
                 raise ValueError(f"traffic.{name} must be at least 1, got {getattr(self, name)}")
 
+    def check(self, load: float) -> None:
+        """ValueError for a load that this kind cannot have: a rate above 0, or a whole number of requests in flight."""
+        if load <= 0:
+            raise ValueError(f"load must be positive, got {load}")
+        if self.kind == "concurrency" and (load < 1 or load != int(load)):
+            raise ValueError(
+                f"load counts requests in flight with traffic.kind=concurrency: a whole number from 1 on, got {load}"
+            )
+
 
 @dataclass
 class _Request:
@@ -116,9 +125,8 @@ class Simulation:
     """A machine, a scheduler, traffic. Run once."""
 
     def __init__(self, cost: Cost, scheduler: Scheduler, traces: Traces, traffic: Traffic, load: float) -> None:
-        """load: requests/s, or requests in flight. ValueError unless positive."""
-        if load <= 0:
-            raise ValueError(f"load must be positive, got {load}")
+        """load: requests/s, or requests in flight. ValueError for one that the traffic's kind cannot have."""
+        traffic.check(load)
         self.cost, self.scheduler, self.traffic, self.load = cost, scheduler, traffic, load
         self.drawn = torch.Generator().manual_seed(traffic.seed)
         self.waiting = self._requests(traces)

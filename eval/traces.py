@@ -59,18 +59,22 @@ class Traces:
 
     @classmethod
     def of(cls, generations: Iterable[Generation], num_slots: int) -> Self:
-        """Recorded answers. Rounds that an answer's end cut are left out: they say nothing of the slots behind it.
+        """Recorded answers. A round that an answer's end cut counts what verification kept before the cut: leaving it
+        out would leave out the rounds that kept most. Rounds with fewer than num_slots drafts are left out.
 
         Where the drafter gave no confidences, each slot's own acceptance over all rounds stands in. ValueError when no
-        whole round is there.
+        whole round is there, or when a schedule chose how many slots were verified.
         """
         kept: list[int] = []
         owners: list[int] = []
         given: list[list[float]] = []
         answers = 0
         for one in generations:
-            whole = [i for i, proposed in enumerate(one.proposed) if proposed == num_slots]
-            kept += [one.accepted[i] for i in whole]
+            if one.lengths:
+                raise ValueError("traces need all slots of every round verified: a schedule chose how many of these")
+            ends = zip(one.proposed, one.emitted, one.verified, strict=True)
+            whole = [i for i, (given, emitted, uncut) in enumerate(ends) if given == num_slots or emitted <= uncut]
+            kept += [one.verified[i] for i in whole]
             given += [one.confidences[i] for i in whole] if one.confidences else []
             owners += [answers] * len(whole)
             answers += bool(whole)

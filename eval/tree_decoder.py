@@ -85,6 +85,13 @@ def tree_masks(target: Target, visible: Tensor, tree: Tree, positions: Tensor) -
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+def has_child(tree: Tree, verdict: TreeVerdict) -> Tensor:
+    """Whether the node that each walk ended at has a child, [R] int64."""
+    last = verdict.nodes[:, -1].to(tree.children.device)[:, None, None]
+    children = tree.children.gather(1, last.expand(-1, 1, tree.children.shape[2]))
+    return (children > 0).any(-1)[:, 0].long()
+
+
 class _TreeGroup(Group):
     """Requests that are decoded together by trees."""
 
@@ -111,13 +118,16 @@ class _TreeGroup(Group):
             features = self.target.forward(tree.tokens, self.layers, masks, positions, self.cache.cache)
             verdict = self._verify_tree(features.last, tree, lengths)
             # The round's one wait for the device: what was emitted, and how much of it was drafted.
-            found = torch.cat([verdict.accepted[:, None], verdict.tokens], 1).tolist()
+            more = has_child(tree, verdict).to(verdict.tokens.device)
+            found = torch.cat([verdict.accepted[:, None], verdict.tokens, more[:, None]], 1).tolist()
         with self.timed("rest"):
             arrived = time.perf_counter() - self.began
             if self.clock is not None:
                 self.clock.hold("target_cache", self.cache.nbytes)
             for row, result_row in zip(found, self.alive, strict=True):
-                self._record(self.results[result_row], row[1 : row[0] + 2], row[0])
+                # Below a leaf nobody proposed anything: a walk that ended there says nothing of the next slot.
+                slots = self.num_slots if row[-1] else row[0]
+                self._record(self.results[result_row], row[1 : row[0] + 2], row[0], slots)
                 self.results[result_row].arrivals.append(arrived)
             nodes = verdict.nodes.to(lengths.device)
             self.cache.keep_nodes(nodes, [row[0] + 1 for row in found], tree.tokens.shape[1])

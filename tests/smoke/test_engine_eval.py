@@ -18,7 +18,9 @@ from drafters.eagle3 import Eagle3
 from eval import engines
 from eval.engine_dialects import DIALECTS, Setup
 from eval.engines import Voice, run_engines
-from eval.evaluate import run
+from eval.evaluate import cost_of, run
+from eval.hardware import HardwareSettings
+from eval.hardware_measured import Measured, StepTable
 from eval.sections import sections
 from eval.serving import SimulateSettings
 from tests import fake_engine
@@ -99,6 +101,13 @@ def test_the_command_measures_both_servers_and_writes_the_report(
         assert one["drafter"]["tokens_per_s"]["value"] > 0
     assert report["engine"]["version"] == "fake-1"
     assert set(report["engine"]["commands"]) == {"drafter", "baseline"}
+    # What is served, and beside it what the head was made for.
+    assert report["target"]["name"] == str(folders[0])
+    assert report["target"]["served"] == {"baseline": "fake", "drafter": "fake"}
+    assert "weights" not in report["target"]
+    made_for = read_json(folders[1] / "config.json")["target"]
+    assert report["drafter"]["made_for"] == made_for
+    assert report["target"]["hidden_size"] == made_for["hidden_size"]
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 5
     assert "Engine" in page
@@ -116,7 +125,8 @@ def test_the_command_measures_both_servers_and_writes_the_report(
     assert setup.provenance["engine"] == "vllm"
     assert setup.max_num_seqs == 2
     how = SimulateSettings("sglang", "llama-3.1-8b", [1.0], ["static"], traces=str(tmp_path / "traces.json"))
-    assert how.rounds().tau == pytest.approx(1 + 5 / 3, abs=0.7)
+    # The last round of each answer was cut by a token and still counts the three drafts that it kept.
+    assert how.rounds().tau == pytest.approx(1 + 5 / 3)
     assert how.rounds().num_slots == 3
 
 
@@ -254,6 +264,76 @@ def test_traces_of_our_own_loop_are_read_by_simulate(folders: tuple[Path, Path, 
     report, traces = read_json(tmp_path / "report.json"), read_json(tmp_path / "traces.json")
     how = SimulateSettings("sglang", "llama-3.1-8b", [1.0], ["static"], traces=str(tmp_path / "traces.json"))
     assert how.rounds().num_slots == 3
-    assert 0 < len(traces["kept"]) <= report["rounds"]
+    assert len(traces["kept"]) == report["rounds"]
+    assert how.rounds().tau == pytest.approx(report["tau_verified"])
     with pytest.raises(ValueError, match="replay must be false"):
         run(replayed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["traces=x.json", "schedule=static"],
+            "traces need all slots of every round: schedule must be none, got static",
+        ),
+        (["traces=x.json", "tree=dynamic"], "traces are of chains: tree must be none, got dynamic"),
+        (["calibrate=true", "tree=dynamic"], "calibrate=true is for chains: tree must be none, got dynamic"),
+        (["predicted={predicted}"], "predicted speedup 'code'.*this report measured json, prose, all"),
+        (["predicted={predicted}", "baseline=false"], "this report measured nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    (tmp_path / "predicted.json").write_text('{"code": 1.5}')
+    given = ["target=any", f"target.name={folders[0]}", f"drafter_dir={folders[1]}", f"prompts={folders[2]}"]
+    given += [one.format(predicted=tmp_path / "predicted.json") for one in words]
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("eval", given)
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=said):
+        run(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words", "said"),
+    [
+        ("sglang", ["traces=x.json"], "which sglang does not tell"),
+        ("vllm", ["predicted={predicted}"], "predicted speedup 'c=3'.*this report measured c=1, c=2"),
+        ("vllm", ["predicted={predicted}", "baseline=false"], "this report measured nothing"),
+    ],
+)
+def test_servers_are_not_started_for_what_cannot_be(
+    folders: tuple[Path, Path, Path], fake: dict[str, Any], tmp_path: Path, engine: str, words: list[str], said: str
+) -> None:
+    (tmp_path / "predicted.json").write_text('{"c=3": 1.5}')
+    words = [one.format(predicted=tmp_path / "predicted.json") for one in words]
+    config = composed(folders, *words, engine=engine)
+    if engine == "sglang":
+        config.drafter_dir = str(_exported_for_sglang(folders[1], tmp_path))
+    with pytest.raises(ValueError, match=said):
+        run_engines(config, tmp_path)
+    assert not fake["setups"]
+
+
+def test_the_report_is_there_when_traces_cannot_be_kept(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """One new token an answer: no rounds at all."""
+    given = ["target=any", f"target.name={folders[0]}", f"drafter_dir={folders[1]}", f"prompts={folders[2]}"]
+    given += ["target.dtype=float32", "max_new_tokens=1", "baseline=false", "limit=1", "traces=x.json"]
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("eval", given)
+    with pytest.raises(ValueError, match="no whole round"):
+        run(config, tmp_path)
+    assert (tmp_path / "report.json").exists()
+
+
+def test_step_times_of_a_table_reach_the_schedule(tmp_path: Path) -> None:
+    steps = StepTable([1], [1, 2], [[1.0, 1.2]])
+    table = Measured(steps, StepTable([1], [1], [[0.05]]), None, 8).save(tmp_path / "steps.json")
+    bare = Measured(steps, None, None, 8).save(tmp_path / "bare.json")
+    found = cost_of(None, tmp_path, HardwareSettings({}, {}, str(table)), "x")  # type: ignore[arg-type]
+    assert found.target_seconds(1, 2, 8) == pytest.approx(1.2)
+    assert found.draft_seconds(1, 1, 8) == pytest.approx(0.05)
+    with pytest.raises(ValueError, match="no times of a drafter"):
+        cost_of(None, tmp_path, HardwareSettings({}, {}, str(bare)), "x")  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ def test_acceptance_by_hand() -> None:
 def test_acceptance_without_rounds() -> None:
     found = acceptance([Generation([1])], 2)
     assert (found.tau, found.tau_verified, found.alpha, found.trials) == (0.0, 0.0, [0.0, 0.0], [0, 0])
+    assert found.accepted == 0.0
 
 
 def test_speed_by_hand() -> None:

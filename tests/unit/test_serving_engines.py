@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from eval.engine_client import Answered, Asked, Client
@@ -154,6 +155,25 @@ def test_time_to_the_first_token_and_between_tokens() -> None:
 def test_a_hang_is_an_error_in_time() -> None:
     with served(fault="hang") as engine, pytest.raises(RuntimeError, match=r"did not answer a request within 0\.3 s"):
         client(engine, timeout_s=0.3).ask([EIGHT], 1)
+
+
+def test_a_connection_that_is_not_taken_is_no_slow_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any) -> None:
+        raise httpx.ConnectTimeout("no")
+
+    with served() as engine:
+        asking = client(engine, timeout_s=600.0)
+        monkeypatch.setattr(asking, "_one", never)
+        with pytest.raises(RuntimeError, match="did not take a connection within 10 s"):
+            asking.ask([EIGHT], 1)
+
+
+def test_an_answer_of_one_token_has_no_rounds_in_their_order() -> None:
+    """vLLM leaves the lists of rounds out where there are none; a histogram with rounds has lost their order."""
+    none = VLLM.read({"choices": [], "metrics": {"speculative_decoding": {"acceptance_histogram": [0, 0, 0, 0]}}}, 1, 3)
+    assert (none.rounds, none.ordered) == ([], True)
+    some = VLLM.read({"choices": [], "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 2, 0]}}}, 8, 3)
+    assert (some.rounds, some.ordered) == ([(0, 3), (2, 3), (2, 3)], False)
 
 
 @pytest.mark.parametrize(("fault", "words"), [("refuse", "HTTP 400.*too long"), ("short", "ended before")])

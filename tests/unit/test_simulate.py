@@ -125,13 +125,17 @@ def test_pareto_by_hand() -> None:
 
 def test_traces_of_recorded_answers(tmp_path: Path) -> None:
     sure = [[0.9, 0.8], [0.7, 0.6], [0.5, 0.4]]
-    drafted = Generation([1], [3, 2, 1], [2, 1, 1], [2, 2, 1], [2, 1, 1], confidences=sure)
+    # The last round kept both drafts before the answer's end cut it to one token.
+    drafted = Generation([1], [3, 2, 1], [2, 1, 1], [2, 2, 1], [2, 1, 2], confidences=sure)
     bare = Generation([1], [1], [0], [2], [0])
     traces = Traces.of([drafted], 2)
-    assert traces.kept.tolist() == [2, 1], "the round that the answer's end cut is left out"
-    assert traces.confidences.tolist() == [[0.9, 0.8], [0.7, 0.6]]
-    assert traces.alpha == [1.0, 0.5]
-    assert traces.tau == 2.5
+    assert traces.kept.tolist() == [2, 1, 2], "the round that the answer's end cut counts as it was verified"
+    assert traces.confidences.tolist() == sure
+    assert traces.alpha == pytest.approx([1, 2 / 3])
+    assert traces.tau == pytest.approx(1 + 5 / 3)
+    scheduled = Generation([1], [3, 2], [2, 1], [2, 1], [2, 1], lengths=[2, 1])
+    with pytest.raises(ValueError, match="a schedule chose"):
+        Traces.of([drafted, scheduled], 2)
     assert Traces.of([bare, Generation([1], [3], [2], [2], [2])], 2).confidences.tolist() == [[0.5, 1.0]] * 2
     again = Traces.load(traces.save(tmp_path / "traces.json"))
     assert torch.equal(again.kept, traces.kept)
@@ -185,3 +189,14 @@ def test_settings_refuse_what_cannot_be() -> None:
         SimulateSettings("sglang", "qwen3-8b", [1], ["plain"], alpha=[0.5], num_slots=2).rounds()
     with pytest.raises(ValueError, match="rate or concurrency"):
         Traffic("burst")
+    with pytest.raises(ValueError, match=r"a whole number from 1 on, got 0\.5"):
+        SimulateSettings("sglang", "qwen3-8b", [1, 0.5], ["plain"], alpha=[0.5], traffic={"kind": "concurrency"})
+    assert SimulateSettings("sglang", "qwen3-8b", [0.5], ["plain"], alpha=[0.5], traffic={"kind": "rate"})
+
+
+@pytest.mark.parametrize("load", [0.5, 1.9])
+def test_requests_in_flight_are_whole(load: float) -> None:
+    """Half a request in flight let nobody in and never ended; 1.9 ran as 1."""
+    cost, traces = Line(0.01, 0.0), Traces.synthetic([0.5], rounds=64)
+    with pytest.raises(ValueError, match=f"a whole number from 1 on, got {load}"):
+        Simulation(cost, build("plain", cost, 1), traces, Traffic("concurrency"), load)

@@ -17,10 +17,11 @@ from eval.cache import RowCache
 from eval.decoder import DecodeSettings, Generation, generate
 from eval.evaluate import EvalSettings
 from eval.metrics import acceptance
-from eval.tree_decoder import TreeDecodeSettings, decode
-from eval.trees import TreeSettings
+from eval.tree_decoder import TreeDecodeSettings, decode, has_child
+from eval.trees import Tree, TreeSettings
 from eval.verification import Verdict, verify
 from eval.verification_block import expected
+from eval.verification_trees import TreeVerdict
 from tests import checks
 from tests.doubles import VOCAB_SIZE, endless_target, tiny_target
 from tests.unit.test_decoder import PROMPTS, Seen, Toy, never
@@ -135,6 +136,27 @@ def test_a_tree_accepts_more_than_its_first_branch(llama: Target) -> None:
         made = acceptance(by_tree(llama, drafter, tree), K, target_tokens=10)
         assert made.tau > chain.tau + 0.3
         assert made.efficiency == pytest.approx(made.tau / 10)
+
+
+def test_a_walk_that_ends_at_a_leaf_proposed_nothing_below() -> None:
+    """Node 2 is a leaf of depth 1; node 1 has child 3, a leaf of the tree's depth."""
+    children = torch.tensor([[[1, 2], [3, 0], [0, 0], [0, 0]]]).expand(4, -1, -1)
+    blank = torch.zeros(4, 4, dtype=torch.int64)
+    nodes = torch.tensor([[0, 0, 0], [0, 2, 2], [0, 1, 1], [0, 1, 3]])
+    verdict = TreeVerdict(torch.tensor([0, 1, 1, 2]), blank, nodes)
+    assert has_child(Tree(blank, blank, blank, children, 2), verdict).tolist() == [1, 0, 1, 0]
+
+
+def test_alpha_of_a_tree_counts_proposed_slots_alone(llama: Target) -> None:
+    """Three children of the anchor, a single grandchild below the last: a walk that ends at a leaf of depth 1 says
+    nothing of slot 2, so only walks through the last child are its trials."""
+    tree = TreeSettings("static", paths=[[0], [1], [2], [2, 0]])
+    drafter = toy(llama)
+    made = by_tree(llama, drafter, tree, num_slots=2, max_new_tokens=20)
+    pairs = [pair for one in made for pair in zip(one.accepted, one.proposed, strict=True)]
+    assert (1, 1) in pairs, "a walk must end at a leaf for the test to mean anything"
+    found = acceptance(made, 2)
+    assert found.trials[1] == sum(a >= 1 and p == 2 for a, p in pairs) < sum(a >= 1 for a, _ in pairs)
 
 
 def test_drafter_sees_the_features_of_the_text(llama: Target) -> None:
