@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.files import index_of, read_json, read_tensors
+from checkpoints.folder import FORMAT
 from checkpoints.weights import PACKED, unpack_weights
 
 Convention = Literal["outputs", "blocks_applied"]
@@ -74,6 +75,10 @@ def read_head(folder: Path) -> Head:
     collide under one unified name."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
+    if config.get("format") == FORMAT:
+        raise ValueError(
+            f"{folder} is our own drafter folder, which no engine reads: export it, then look at the export"
+        )
     speculators = "speculators_model_type" in config
     body = config.get("transformer_layer_config") if speculators else config
     if not isinstance(body, dict):

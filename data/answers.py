@@ -82,7 +82,8 @@ class TargetLike(Protocol):
 
 @dataclass
 class AnswerReport:
-    """asked = reused + written + errors; dropped prompts were never asked. tokens and seconds: of this run."""
+    """asked = reused + written + errors; dropped prompts were never asked. tokens and seconds: of this run. ids: of the
+    answers that were asked for and are there."""
 
     asked: int = 0
     reused: int = 0
@@ -92,9 +93,11 @@ class AnswerReport:
     dropped: dict[str, int] = field(default_factory=dict)
     finish: dict[str, int] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    ids: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All counts, without the ids."""
+        return {name: value for name, value in asdict(self).items() if name != "ids"}
 
     def lines(self) -> list[str]:
         """The report in words, one line a fact."""
@@ -118,7 +121,8 @@ def answer(
     target: TargetLike,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> AnswerReport:
-    """Let the target answer the prompts into `output`, a JSONL file in prompt order; say what happened.
+    """Let the target answer the prompts into `output`, a JSONL file in prompt order, rows of other prompts that were
+    answered before behind them; say what happened.
 
     Rows: id, domain, messages (with the answer), prompt_ids, response_ids, finish_reason, sampling, thinking. Every
     finished row goes to `output.journal` at once, so a killed run continues where it was and ends with the same file;
@@ -158,6 +162,8 @@ def answer(
         reason = next(iter(report.errors.values()), "every prompt was dropped: " + str(report.dropped))
         raise ValueError(f"no prompt was answered; {reason}")
     report.finish = {reason: sum(row["finish_reason"] == reason for row in rows) for reason in ("stop", "length")}
+    report.ids = [row["id"] for row in rows]
+    rows += [row for name, row in done.items() if name not in questions]  # of a larger run: paid for, and kept
     if rows != list(before.values()):
         _publish(output, rows, header, report)
     if not report.errors:

@@ -29,7 +29,7 @@ def pack(lengths: Sequence[int], row_tokens: int, order: Sequence[int]) -> list[
         length = lengths[index]
         if length > row_tokens:
             raise ValueError(
-                f"conversation {index} has {length} tokens, a row holds {row_tokens}: raise data row_tokens"
+                f"conversation {index} has {length} tokens, a row holds {row_tokens}: raise batch.row_tokens"
             )
         start = max(0, len(rows) - 32)
         place = next((r for r in range(start, len(rows)) if room[r] >= length), None)

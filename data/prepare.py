@@ -62,6 +62,11 @@ COVERAGE_SIZES = [2**i for i in range(10, 18)]
 def main(config: DictConfig) -> None:
     """Prepare as configured; prints what was kept and where things lie."""
     out = Path(HydraConfig.get().runtime.output_dir)
+    if launched_rank() > 0 and config.target.tp_plan is None:
+        raise ValueError(
+            "prepare runs as one process; several (torchrun, srun) hold a target spread by target.tp_plan, got null: "
+            "producers that share the work are `python -m data.produce`"
+        )
     with only_run(out) if launched_rank() == 0 else nullcontext():  # others only help to hold the target
         run(config, out, Console())
 
@@ -92,18 +97,24 @@ def run(config: DictConfig, out: Path, console: Console) -> dict[str, Any]:
         asked = ask(target, source, answering, out)
         source = asked.source
     conversations, report = read_source(source, target.tokenizer, target.eos_ids, target.identity["vocab_size"])
+    if asked:  # the file may hold answers of a larger run, too
+        wanted_ids = set(asked.answers.ids)
+        conversations = [one for one in conversations if one.id in wanted_ids]
     if not conversations:
         raise ValueError(f"no conversation is left to learn from; dropped: {report.dropped}")
     if not own and source.heldout:
         conversations, kept_out = split_heldout(conversations, source.heldout)
-        write_conversations(out / "heldout.jsonl", kept_out)
-    write_conversations(out / "conversations.jsonl", conversations)
+        if not config.dry_run:
+            write_conversations(out / "heldout.jsonl", kept_out)
     summary = summarise(target, conversations, report, asked, layers)
     width = target.identity["hidden_size"]
     summary["feature_bytes"] = estimate_bytes(conversations, len(layers), width, wanted.store, wanted.shard_bytes)
     show(console, summary)
+    if config.dry_run:
+        return summary
+    write_conversations(out / "conversations.jsonl", conversations)
     write_json(out / "prepare.json", summary)
-    if wanted.write and not config.dry_run:
+    if wanted.write:
         summary["features"] = str(write_features(target, conversations, layers, wanted, out / "features"))
     write_json(out / "prepare.json", summary)
     record(out, config, target=target.identity, data=summary["data"])

@@ -100,6 +100,19 @@ class TrainerSettings:
     max_skipped: int = 20
     activations: Kept = "keep"
 
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_steps", 0),
+            ("epochs", 1),
+            ("accumulate", 1),
+            ("checkpoint_every", 1),
+            ("log_every", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"trainer.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ValueError(f"trainer.max_minutes must be above 0 or null, got {self.max_minutes}")
+
     def resolved_precision(self) -> str:
         if self.precision != "auto":
             return self.precision
@@ -142,6 +155,8 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     prepared, prepared_as = Path(config.prepared), read_prepared(Path(config.prepared))
     if heldout.thinking is None:  # ask as the training data were asked
         heldout = replace(heldout, thinking=prepared_as.get("thinking"))
+    if config.limit is not None and config.limit < 1:
+        raise ValueError(f"limit must be at least 1 or null, got {config.limit}")
     conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
     drafter = build_drafter(chosen, target, conversations, config.init)
     source = feature_source(batches, prepared, target, drafter, conversations)
@@ -269,8 +284,9 @@ def feature_source(
         return QueueSource(prepared / "features", conversations, target.identity, drafter.needs.layers, target.parts)
     store = FeatureStore.open(prepared / "features", target.identity, drafter.needs.layers, "lazy", target.parts)
     names = [one.id for one in conversations]
-    whole = len(names) == len(store)
-    if store.ids[: len(names)] != names or (whole and store.header["data"] != conversations_fingerprint(conversations)):
+    lengths, whole = [len(one.tokens) for one in conversations], len(names) == len(store)
+    same = store.ids[: len(names)] == names and list(store.lengths[: len(names)]) == lengths
+    if not same or (whole and store.header["data"] != conversations_fingerprint(conversations)):
         raise ValueError(f"{prepared}: the features are not those of conversations.jsonl; run headstart prepare again")
     source = StoreSource(store)
     source.lengths, source.ids = source.lengths[: len(names)], names

@@ -208,6 +208,9 @@ def test_steps_of_a_token_limit_by_hand(prepared):
     assert planned_steps(TrainerSettings(max_tokens=first + second + 1, max_steps=2), plan, tokens) == 2
     assert planned_steps(TrainerSettings(max_tokens=first + 1, accumulate=2), plan, tokens) == 1
     assert planned_steps(TrainerSettings(max_steps=5), plan, tokens) == 5
+    for name, value in {"max_steps": -1, "epochs": 0, "accumulate": 0, "checkpoint_every": 0, "max_minutes": 0}.items():
+        with pytest.raises(ValueError, match=rf"trainer\.{name} must be .*, got {value}"):
+            TrainerSettings(**{name: value})
     with pytest.raises(ValueError, match="max_tokens must be at least 1"):
         planned_steps(TrainerSettings(max_tokens=0), plan, tokens)
 

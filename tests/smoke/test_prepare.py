@@ -1,6 +1,9 @@
 """headstart prepare on a tiny target: the whole road, the dry run, resuming, and what it refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from data.prepare import run
 from data.target import Target
 from tests.doubles import END_ID, save_tiny
 
+ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = ["hi there", "count to 3", "what is a cat?", "name a bird", "is it (far)?", "go on"]
 
 
@@ -97,6 +101,27 @@ def test_dry_run_prints_the_size_and_writes_no_features(tmp_path: Path, folder: 
     prepare(tmp_path / "real", folder, *source)
     real = sum(path.stat().st_size for path in (tmp_path / "real" / "features").iterdir())
     assert abs(summary["feature_bytes"] / real - 1) < 0.02
+    before = {path: path.read_bytes() for path in (tmp_path / "real").rglob("*") if path.is_file()}
+    prepare(tmp_path / "real", folder, *source, "dry_run=true", "data.limit=2")
+    assert {path: path.read_bytes() for path in (tmp_path / "real").rglob("*") if path.is_file()} == before
+
+
+def test_a_smaller_run_trains_on_its_own_prompts_alone(tmp_path: Path, folder: Path) -> None:
+    source = ["data=jsonl", f"data.path={prompts(tmp_path / 'prompts.jsonl')}", "features.write=false"]
+    prepare(tmp_path / "out", folder, *source)
+    whole = read_conversations(tmp_path / "out" / "conversations.jsonl")
+    some, _ = prepare(tmp_path / "out", folder, *source, "data.limit=2")
+    assert some["answers"]["written"] == 0
+    assert read_conversations(tmp_path / "out" / "conversations.jsonl") == whole[:2]
+
+
+def test_several_processes_without_a_plan_are_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "data.prepare", f"hydra.run.dir={tmp_path / 'out'}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
+    )
+    assert done.returncode != 0
+    assert "prepare runs as one process" in done.stderr
 
 
 def test_dry_run_before_any_answer_gives_a_bound(tmp_path: Path, folder: Path) -> None:

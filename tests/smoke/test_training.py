@@ -204,6 +204,8 @@ def test_resume_on_other_data_is_refused(prepared, tmp_path):
     train(prepared, tmp_path)
     with pytest.raises(ValueError, match=r"fingerprint\.data"):
         train(prepared, tmp_path, limit=8, **{"resume": "auto"})
+    with pytest.raises(ValueError, match="limit must be at least 1 or null, got -1"):
+        train(prepared, tmp_path / "other", limit=-1)
 
 
 def test_a_second_kill_inside_an_accumulation_window_loses_nothing(prepared, tmp_path):

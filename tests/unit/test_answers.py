@@ -110,6 +110,20 @@ def test_file_holds_prompt_order_and_all_that_was_chosen(tmp_path: Path) -> None
     assert rows(tmp_path / "answers.jsonl") == found
 
 
+def test_a_smaller_run_keeps_the_answers_of_a_larger_one(tmp_path: Path) -> None:
+    target, template = tiny_target(), Template(tiny_tokenizer())
+    answer(prompts(), SETTINGS, tmp_path / "answers.jsonl", template, target)
+    found = rows(tmp_path / "answers.jsonl")
+    some = answer(prompts()[3:5], SETTINGS, tmp_path / "answers.jsonl", template, target)
+    assert (some.asked, some.reused, some.ids) == (2, 2, ["p3", "p4"])
+    assert "ids" not in some.as_dict()
+    kept = rows(tmp_path / "answers.jsonl")
+    assert [row["id"] for row in kept] == ["p3", "p4", "p0", "p1", "p2", "p5", "p6", "p7"]
+    again = answer(prompts(), SETTINGS, tmp_path / "answers.jsonl", template, target)
+    assert (again.written, again.reused) == (0, 8)
+    assert rows(tmp_path / "answers.jsonl") == found
+
+
 def test_other_settings_other_prompts_and_repeated_ids_are_refused(tmp_path: Path) -> None:
     target, template, path = tiny_target(), Template(tiny_tokenizer()), tmp_path / "answers.jsonl"
     answer(prompts(2), SETTINGS, path, template, target)

@@ -35,6 +35,12 @@ def levels(findings: list[Any], level: str) -> list[str]:
     return [finding.text for finding in findings if finding.level == level]
 
 
+def test_our_own_folder_is_named_as_such(tmp_path: Path) -> None:
+    exported(tmp_path, "vllm")
+    with pytest.raises(ValueError, match="is our own drafter folder, which no engine reads: export it"):
+        lint(tmp_path / "own", "vllm")
+
+
 @pytest.mark.parametrize("engine", EAGLE_ENGINES)
 @pytest.mark.parametrize("pruned", [True, False])
 @pytest.mark.parametrize("head", ["own", "target"])
