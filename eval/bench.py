@@ -162,6 +162,7 @@ class _Bench:
             aux, last = self.features.aux.to(like), self.features.last.to(like)
             longest = max(how.slots) + 1
             self.state = drafter.begin(rows, how.context + (how.repeats + 1) * len(how.slots) * longest + longest)
+            drafter.start(self.state, self.tokens[:, 0].to(like.device))
             following = self.tokens[:, 1 : how.context + 1].to(like.device)
             lengths = torch.full((rows,), how.context, device=like.device)
             drafter.observe(self.state, following, aux, last, lengths)

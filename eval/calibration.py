@@ -20,7 +20,7 @@ from torch import Tensor
 from checkpoints.files import read_json, write_json
 from drafters.contract import Drafter
 from eval.decoder import Generation
-from eval.estimator import EDGE, Estimator, fit_estimator
+from eval.estimator import EDGE, Calibrated, Estimator, fit_estimator
 
 FILE = "calibration.json"
 BINS = 15
@@ -272,10 +272,10 @@ def _entry(folder: Path, sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def attach_estimator(drafter: Drafter, folder: Path, sampling: dict[str, Any]) -> bool:
-    """Let a head fill its proposals' confidences by the estimator saved beside it for this way of sampling; False when
-    there is none."""
+    """Give a head what calibration saved beside it for this way of sampling: its temperatures, and the estimator of one
+    without confidences. Proposals then carry calibrated confidences. False when nothing was saved."""
     path = Path(folder) / FILE
     if not path.exists() or all(entry["sampling"] != sampling for entry in read_json(path)):
         return False
-    drafter.estimator = load_estimator(folder, sampling)
-    return drafter.estimator is not None
+    drafter.estimator = Calibrated(load_temperatures(folder, sampling), load_estimator(folder, sampling))
+    return True

@@ -212,10 +212,13 @@ class Group:
         self.rounds()
         self.close()
 
-    def open(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
-        """Read the prompts, write the first tokens, show the drafter the prompts' features."""
+    def open(
+        self, prompts: list[list[int]], seeds: list[int], results: list[Generation], began: float | None = None
+    ) -> None:
+        """Read the prompts, write the first tokens, show the drafter the prompts' features. began: when the requests
+        began to wait, by time.perf_counter; None: now."""
         device = self.target.device
-        self.began = time.perf_counter()
+        self.began = time.perf_counter() if began is None else began
         self.results = results
         self.alive = list(range(len(prompts)))  # rows of the drafter's state that still run, in the order of the cache
         self.all_seeds = torch.tensor(seeds, device=device)

@@ -9,21 +9,28 @@ from torch import Tensor
 from drafters.contract import Drafter, Proposal
 from drafters.drafting import peaks, slot_peaks
 from drafters.sampling import Sampling
+from eval.estimator import Calibrated
 
 
 def draft(
     drafter: Drafter, state: Any, num_slots: int, sampling: Sampling, seeds: Tensor, with_peaks: bool = False
 ) -> Proposal:
     """`drafter.propose`, with q_max by slot where it is wanted, and confidences by the drafter's estimator where it has
-    one and gives none of its own."""
-    if not with_peaks and drafter.estimator is None:
-        return drafter.propose(state, num_slots, sampling, seeds)
-    with peaks() as found:
+    one and gives none of its own; where it was calibrated, its own at their temperatures."""
+    known = drafter.estimator
+    own = known if isinstance(known, Calibrated) and known.estimator is None else None
+    if not with_peaks and (known is None or own is not None):
         proposal = drafter.propose(state, num_slots, sampling, seeds)
-    noted = slot_peaks(found, proposal.tokens)
+        noted = None
+    else:
+        with peaks() as found:
+            proposal = drafter.propose(state, num_slots, sampling, seeds)
+        noted = slot_peaks(found, proposal.tokens)
     sure = proposal.confidences
-    if sure is None and noted is not None and drafter.estimator is not None:
-        sure = drafter.estimator(noted)
+    if sure is not None and isinstance(known, Calibrated):
+        sure = known.scaled(sure)
+    elif sure is None and noted is not None and known is not None and own is None:
+        sure = known(noted)
     return replace(proposal, confidences=sure, peaks=noted)
 
 

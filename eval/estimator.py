@@ -31,6 +31,28 @@ class Estimator:
         return torch.sigmoid(self.weight * torch.logit(peaks, eps=EDGE) + biases)
 
 
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration found for a head. temperatures [K]: sigmoid(logit(c_k) / T_k); slots beyond K keep theirs.
+    estimator: of a head without confidences, else None. Call it with q_max where there is an estimator."""
+
+    temperatures: list[float]
+    estimator: Estimator | None = None
+
+    def __call__(self, peaks: Tensor) -> Tensor:
+        if self.estimator is None:
+            raise ValueError("this head was calibrated by its own confidences: q_max says nothing of them")
+        return self.scaled(self.estimator(peaks))
+
+    def scaled(self, confidences: Tensor) -> Tensor:
+        """Confidences [..., K'] made honest, of the same shape."""
+        slots = confidences.shape[-1]
+        chosen = (*self.temperatures[:slots], *[1.0] * (slots - len(self.temperatures)))
+        return torch.sigmoid(
+            torch.logit(confidences, eps=EDGE) / _placed(chosen, confidences.dtype, confidences.device)
+        )
+
+
 @lru_cache(maxsize=16)
 def _placed(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device, sent there once: sending them in every round would wait."""

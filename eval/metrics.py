@@ -7,8 +7,10 @@ alpha_k        rounds that accepted slot k / rounds that proposed k and accepted
 survival_k     rounds that accepted slot k / rounds that proposed k
 tau_verified   1 + drafts accepted by verification / rounds, before an answer's end cut the last round: what the
                counters of serving engines show
-efficiency     tokens emitted / tokens that the target read to verify them: K + 1 a round, fewer where a schedule chose
-               how many slots to verify, a tree's nodes and its anchor: what drafting wastes
+efficiency     tokens emitted / tokens that were verified, each round's anchor with them: K + 1 a round, under a
+               schedule the slots that it chose and the anchor, or a tree's nodes and the anchor: what drafting wastes.
+               Under a schedule our own loop's target reads more than this counts, the rectangle of the deepest drafts;
+               an engine with ragged batches reads this
 verified slots mean slots a round that the target verified: K, or what a schedule chose, or a tree's nodes
 break-even tau (draft + verify + rest) seconds per round / baseline seconds per round: a drafter with a smaller tau
                makes decoding slower. Rounds are counted per request, prefill is left out on both sides.

@@ -28,9 +28,9 @@ from data.target import Target, TargetSettings
 from drafters.contract import Drafter
 from drafters.noise import pick
 from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform
-from eval.decoder import Clock, Generation, generate
+from eval.decoder import Clock, DecodeSettings, Generation, generate
 from eval.evaluate import OPTIONS, EvalSettings, checked, drafter_words, load_prompts, render
-from eval.passes import prompt_seed
+from eval.passes import WARM_UP_TOKENS, prompt_seed
 
 FILE = "pushforward.json"
 WORDS = "LOSSY: no token is verified; this text is the drafter's, not the target's"
@@ -95,6 +95,7 @@ def push_forward(target: Target, drafter: Drafter, prompts: Sequence[Prompt], ch
     texts = [rendered[prompt.id] for prompt in prompts]
     seeds = [prompt_seed(prompt.id, chosen.seed) for prompt in prompts]
     lossy = replace(chosen.decoding(drafter), verification="none")
+    _warm_up(target, drafter, texts[0], (lossy, chosen.plain_decoding()))
     drafted, sampled = Clock(target.device), Clock(target.device)
     made = generate(target, drafter, texts, lossy, drafted, seeds)
     own = generate(target, None, texts, chosen.plain_decoding(), sampled, seeds)
@@ -115,6 +116,15 @@ def push_forward(target: Target, drafter: Drafter, prompts: Sequence[Prompt], ch
         drafter=drafter_words(drafter),
         target=dict(target.identity),
     )
+
+
+def _warm_up(
+    target: Target, drafter: Drafter, prompt: list[int], settings: tuple[DecodeSettings, DecodeSettings]
+) -> None:
+    """A few untimed tokens with the drafter and without, so that first-call costs fall on neither side. settings: of
+    the two."""
+    for one, how in zip((drafter, None), settings, strict=True):
+        generate(target, one, [prompt], replace(how, max_new_tokens=min(WARM_UP_TOKENS, how.max_new_tokens)))
 
 
 @torch.no_grad()

@@ -48,11 +48,12 @@ class RoundTimes:
 
 
 class _Calls:
-    """Seconds inside calls of the models while counting."""
+    """Seconds inside calls of the models while counting. clock: of the decoding, filled before counting too."""
 
-    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, clock: Clock) -> None:
         self.seconds, self.counts = {"draft": 0.0, "target": 0.0}, {"draft": 0, "target": 0}
         self.whole, self.counting = 0.0, False
+        self.clock, self.before = clock, dict[str, float]()
         self._watched: list[tuple[Any, str, str]] = [(target, "forward", "target"), (target, "logits", "target")]
         if drafter is not None:
             self._watched += [(drafter, "observe", "draft"), (drafter, "propose", "draft")]
@@ -84,6 +85,7 @@ class _Calls:
         """Count while `rounds` runs."""
 
         def counted() -> Any:
+            self.before = self.before or dict(self.clock.seconds)
             started, self.counting = time.perf_counter(), True
             try:
                 return rounds()
@@ -93,12 +95,19 @@ class _Calls:
 
         return counted
 
+    def staged(self) -> dict[str, float]:
+        """The clock's seconds since counting began: reading the prompts is left out, the drafter's reading too."""
+        stages = {"draft": "draft", "target": "verify"}
+        now = self.clock.seconds
+        return {kind: now[stage] - self.before.get(stage, now[stage]) for kind, stage in stages.items()}
+
 
 def profile_rounds(
     target: Target, drafter: Drafter | None, prompts: Sequence[list[int]], settings: DecodeSettings, loop: Loop
 ) -> RoundTimes:
     """Decode the prompts as one group and time its rounds, after a warm-up of a few tokens."""
-    calls, clock = _Calls(target, drafter), Clock(target.device)
+    clock = Clock(target.device)
+    calls = _Calls(target, drafter, clock)
 
     def made(*given: Any) -> Any:
         group = loop.group(*given)
@@ -116,7 +125,7 @@ def profile_rounds(
     seconds, whole = dict(calls.seconds), calls.whole
     if target.device.type == "cuda":
         rounds = max(len(one.emitted) for one in results)
-        seconds = {"draft": clock.seconds["draft"], "target": clock.seconds["verify"]}
+        seconds = calls.staged()
     host = max(0.0, whole - sum(seconds.values()))
     draft, own, rest = (1000 * value / max(rounds, 1) for value in (seconds["draft"], seconds["target"], host))
     return RoundTimes(loop.kind, len(prompts), settings.num_slots if drafter else 0, rounds, draft, own, rest)

@@ -18,7 +18,7 @@ from torch import Tensor
 from drafters.contract import Proposal
 from eval.hardware import Cost
 from eval.hardware_measured import measured_times
-from eval.scheduler import NAMES, FallBack, Load, Prefix, Scheduler, Threshold, build
+from eval.scheduler import ENDED, NAMES, FallBack, Load, Prefix, Scheduler, Threshold, build
 from eval.verification import Verdict
 
 VERIFIED_BY = ("rejection", "same_noise", "same_noise_ranked")
@@ -63,7 +63,7 @@ class Scheduled:
         return max(0, min(self.scheduler.depth(self.load), self.num_slots))
 
     def limits(self, proposal: Proposal, alive: Tensor) -> Tensor:
-        """Slots to verify [R]: of the proposal's confidences, else of its q_max; those that have ended claim none.
+        """Slots to verify [R]: of the proposal's confidences, else of its q_max; those that have ended are marked.
 
         ValueError when the scheduler reads confidences and the drafter gives neither.
         """
@@ -73,7 +73,7 @@ class Scheduled:
         sure = proposal.confidences if proposal.confidences is not None else proposal.peaks
         if sure is None:
             raise ValueError("this schedule reads confidences, and the drafter gives neither confidences nor q_max")
-        sure = torch.where(alive.to(sure.device)[:, None], sure, 0.0)
+        sure = torch.where(alive.to(sure.device)[:, None], sure, ENDED)
         return self.scheduler.decide(sure, self.load).to(alive.device)
 
 

@@ -18,16 +18,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
 
-from eval.hardware import Cost, best_slots
+from eval.hardware import Cost, expected_tau
 
+T = TypeVar("T")
 POINTS = 64  # of a cost model that a table of round times is drawn through
 POOL = 32  # rows of old confidences that the search for a depth looks at
+ENDED = -1.0  # stands for the confidences of a request that has ended: it claims nothing and counts nowhere
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Scheduler(Protocol):
         """Slots to draft for every request, 0..num_slots."""
 
     def decide(self, confidences: Tensor, load: Load) -> Tensor:
-        """Slots to verify. confidences [R, K] in [0, 1], conditional acceptance of each drafted slot -> [R] int64 in
-        0..K."""
+        """Slots to verify. confidences [R, K] in [0, 1], conditional acceptance of each drafted slot, or ENDED for a
+        request that has ended -> [R] int64 in 0..K."""
 
     def learn(self, outcome: Outcome, load: Load) -> None:
         """Hear what came of a round."""
@@ -92,12 +94,13 @@ def lengths_of(requests: Tensor, admitted: Tensor, rows: int) -> Tensor:
     return torch.zeros(rows, dtype=torch.int64, device=requests.device).scatter_add_(0, requests, admitted.long())
 
 
-def expected_tokens(values: Tensor, rows: int) -> Tensor:
-    """Tokens to expect of verifying the first i ranked slots, i = 0..N. values [..., N] survivals -> [..., N + 1]."""
+def expected_tokens(values: Tensor, rows: int | Tensor) -> Tensor:
+    """Tokens to expect of verifying the first i ranked slots, i = 0..N. values [..., N] survivals, rows: requests that
+    run -> [..., N + 1]."""
     return rows + torch.cat([torch.zeros_like(values[..., :1]), values.cumsum(-1)], -1)
 
 
-def throughputs(values: Tensor, rows: int, seconds: Tensor) -> Tensor:
+def throughputs(values: Tensor, rows: int | Tensor, seconds: Tensor) -> Tensor:
     """Expected tokens per second of verifying the first i ranked slots, i = 0..N. values [..., N]; seconds [N + 1] of a
     round that verifies rows + i tokens. Returns [..., N + 1]."""
     return expected_tokens(values, rows) / seconds.to(values)
@@ -232,63 +235,77 @@ class Probe:
             raise ValueError(f"probing needs at least 1 round, got {every}")
         self.every, self._off = every, 0
 
-    def depth(self, best: int) -> int:
-        """The best depth, or 1 where that is 0 and a probe is due."""
+    def depth(self, best: int, allowed: bool = True) -> int:
+        """The best depth, or 1 where that is 0 and a probe is due; one that is not allowed now waits until it is."""
         self._off = 0 if best else self._off + 1
-        return best if best or self._off % self.every else 1
+        if best or self._off < self.every or not allowed:
+            return best
+        self._off = 0
+        return 1
 
 
 class Pays:
-    """How deep to draft, and whether at all: K with the best expected rate for the acceptance seen so far.
+    """Which depths beat plain decoding in tokens per second, for the acceptance seen so far. cuts: whether drafts are
+    cut before they are verified; then the best cut of each depth counts, else all its slots."""
 
-    Where no K beats plain decoding drafting stops, save for probes.
-    """
-
-    def __init__(self, cost: Cost, num_slots: int, probe: int = 128) -> None:
-        self.cost, self.num_slots, self.probe = cost, num_slots, Probe(probe)
+    def __init__(self, cost: Cost, num_slots: int, cuts: bool = False) -> None:
+        self.cost, self.num_slots, self.cuts = cost, num_slots, cuts
         self.acceptance = Acceptance(num_slots)
-        self._renewed = Renewed(self._best)
+        self._renewed = Renewed(self._paying)
 
-    def _best(self, load: Load) -> int:
-        return best_slots(self.cost, self.acceptance.alpha, load.rows, load.context)
+    def _paying(self, load: Load) -> list[bool]:
+        """Of each depth 0..num_slots, whether it pays."""
+        alpha, plain = self.acceptance.alpha, self._rate(load, [], 0, 0)
+        found = [False]
+        for depth in range(1, self.num_slots + 1):
+            lengths = range(1, depth + 1) if self.cuts else (depth,)
+            found.append(max(self._rate(load, alpha, depth, length) for length in lengths) > plain)
+        return found
 
-    def depth(self, load: Load) -> int:
-        """0..num_slots."""
-        return self.probe.depth(self._renewed.of(load))
+    def _rate(self, load: Load, alpha: Sequence[float], depth: int, length: int) -> float:
+        """Tokens per second of one request in rounds that draft `depth` slots and verify `length` of them."""
+        seconds = self.cost.target_seconds(load.rows, load.rows * (length + 1), load.context)
+        seconds += self.cost.draft_seconds(load.rows, depth, load.context) + self.cost.rest_seconds(load.rows, depth)
+        return expected_tau(alpha, length) / seconds
+
+    def at(self, load: Load, depth: int) -> bool:
+        """Whether this depth pays, 0..num_slots; plain decoding itself does not."""
+        return self._renewed.of(load)[depth]
 
     def learn(self, outcome: Outcome) -> None:
         self._renewed.rounds += 1
         self.acceptance.learn(outcome)
 
 
-class Renewed:
+class Renewed(Generic[T]):
     """A search over loads whose results hold for 16 rounds."""
 
-    def __init__(self, search: Callable[[Load], int], every: int = 16) -> None:
+    def __init__(self, search: Callable[[Load], T], every: int = 16) -> None:
         self.search, self.every, self.rounds = search, every, 0
-        self._kept: dict[tuple[int, int], tuple[int, int]] = {}
+        self._kept: dict[tuple[int, int], tuple[int, T]] = {}
 
-    def of(self, load: Load) -> int:
-        key = load.rows, round(load.context / 256)
-        made, best = self._kept.get(key, (-1, 0))
-        if made != self.rounds // self.every:
-            best = self.search(Load(load.rows, max(256 * key[1], 1)))
-            self._kept[key] = (self.rounds // self.every, best)
-        return best
+    def of(self, load: Load) -> T:
+        key, now = (load.rows, round(load.context / 256)), self.rounds // self.every
+        if key not in self._kept or self._kept[key][0] != now:
+            self._kept[key] = now, self.search(Load(load.rows, max(256 * key[1], 1)))
+        return self._kept[key][1]
 
 
 class FallBack:
-    """Any scheduler, save that rounds go without drafting where the cost model says that it does not pay."""
+    """Any scheduler, save that rounds go without drafting where the cost model says that the depth it asks for does not
+    pay. One in `probe` of those rounds drafts one slot, where the scheduler itself would draft."""
 
     def __init__(self, inner: Scheduler, cost: Cost, num_slots: int, probe: int = 128) -> None:
-        self.inner, self.pays = inner, Pays(cost, num_slots, probe)
+        self.inner, self.pays = inner, Pays(cost, num_slots, inner.reads_confidences)
+        self.probe = Probe(probe)
 
     @property
     def reads_confidences(self) -> bool:
         return self.inner.reads_confidences
 
     def depth(self, load: Load) -> int:
-        return min(self.inner.depth(load), self.pays.num_slots) if self.pays.depth(load) else 0
+        wanted = min(self.inner.depth(load), self.pays.num_slots)
+        return self.probe.depth(wanted if self.pays.at(load, wanted) else 0, allowed=wanted > 0)
 
     def decide(self, confidences: Tensor, load: Load) -> Tensor:
         return self.inner.decide(confidences, load)
@@ -327,20 +344,23 @@ class Prefix:
 
     def decide(self, confidences: Tensor, load: Load) -> Tensor:
         rows, slots = confidences.shape
+        runs = confidences[:, :1] != ENDED
         chances = survival(confidences.double())
         values, requests = ranked(chances)
+        # The machine reads the rows of those that have ended too; tokens come of the others alone.
         seconds = self.rates.seconds(rows, slots, load.context, confidences.device)
         if self.late:
-            budget = full_search(throughputs(ranked(self._expected(rows, slots))[0].to(seconds.device), rows, seconds))
+            expected = torch.where(runs, self._expected(rows, slots).to(runs.device), 0.0)
+            budget = full_search(throughputs(ranked(expected)[0], runs.sum(), seconds))
             admitted = torch.arange(len(values), device=values.device) < budget
         else:
-            admitted = early_stop(throughputs(values, rows, seconds))
-        self._remember(chances)
+            admitted = early_stop(throughputs(values, runs.sum(), seconds))
+        self._remember(torch.where(runs, chances, ENDED))
         return lengths_of(requests, admitted, rows)
 
     def _remember(self, chances: Tensor) -> None:
-        """Keep this round's survivals; those of two rounds ago join the pool, deeper slots as acceptance so far has
-        it."""
+        """Keep this round's survivals [R, K], ENDED where a request has ended; those of two rounds ago join the pool,
+        deeper slots as acceptance so far has it. Slot 1 of the pool's rows keeps the mark."""
         if len(self._old) == 2:
             old = self._old[0]
             deeper = torch.tensor(self.acceptance.alpha[old.shape[1] :], dtype=old.dtype, device=old.device).cumprod(0)
@@ -351,15 +371,24 @@ class Prefix:
     def _expected(self, rows: int, slots: int) -> Tensor:
         """Survivals [rows, slots] to expect, from what is known for two rounds."""
         if len(self._old) == 2 and self._old[0].shape == (rows, slots):
-            return self._old[0]
+            return self._old[0].clamp_min(0)
         if not len(self._pool):
-            return torch.tensor(self.acceptance.alpha[:slots], dtype=torch.float64).cumprod(0).expand(rows, -1)
-        return self._pool[torch.arange(rows, device=self._pool.device) % len(self._pool), :slots]
+            return self._seen(rows, slots)
+        # Rows of running requests first, in a fixed shape: a mask as an index would wait for the device.
+        runs = self._pool[:, 0] != ENDED
+        order = runs.long().argsort(stable=True, descending=True)
+        places = torch.arange(rows, device=runs.device) % runs.sum().clamp_min(1)
+        return self._pool[order[places], :slots].clamp_min(0)
+
+    def _seen(self, rows: int, slots: int) -> Tensor:
+        """Survivals [rows, slots] by acceptance seen so far."""
+        return torch.tensor(self.acceptance.alpha[:slots], dtype=torch.float64).cumprod(0).expand(rows, -1)
 
     def _best_depth(self, load: Load) -> int:
         """Depth 0..num_slots with the best rate after the search over lengths; the smaller of equals."""
         rows = load.rows
-        known = self._pool if len(self._pool) else self._expected(1, self.num_slots)
+        known = self._pool[self._pool[:, 0] != ENDED]  # between rounds, where the search waits in any case
+        known = known if len(known) else self._seen(1, self.num_slots)
         rounds = max(1, len(known) // rows)
         known = known[torch.arange(rounds * rows, device=known.device) % len(known)].view(rounds, rows, -1)
         found = [rows / float(self.rates.seconds(rows, 0, load.context, known.device)[0])]

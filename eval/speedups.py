@@ -77,9 +77,11 @@ class Point:
 class _Full(Group):
     """A group whose rounds all serve every request: no end of turn, and over when the first has its tokens."""
 
-    def open(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
+    def open(
+        self, prompts: list[list[int]], seeds: list[int], results: list[Generation], began: float | None = None
+    ) -> None:
         self.ends = set()
-        super().open(prompts, seeds, results)
+        super().open(prompts, seeds, results, began)
 
     def rounds(self) -> None:
         started, written = time.perf_counter(), self._written()

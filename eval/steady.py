@@ -33,7 +33,7 @@ from eval.placed import PlacedCache
 from eval.scheduled import Scheduled, cut_short
 from eval.scheduler import Load, Outcome, Scheduler
 from eval.sentinel import no_waits
-from eval.streams import Mark, Streams
+from eval.streams import Mark, Streams, on_device
 
 LOOPS = ("waiting", "steady", "halves")
 COLUMNS = 64  # a CPU looks at as many columns as are in use, rounded up to this
@@ -72,6 +72,13 @@ class Loop:
         if self.kind == "waiting":
             return Group
         return partial(SteadyGroup if self.kind == "steady" else HalvesGroup, self)
+
+
+def check_one_device(target: Target, kind: str) -> None:
+    """ValueError for a loop whose events, streams and graphs are one device's, and a target that lies on several."""
+    places = sorted({str(parameter.device) for parameter in target.model.parameters()})
+    if target.device.type == "cuda" and len(places) > 1:
+        raise ValueError(f"loop={kind} needs the target on one device, it lies on {', '.join(places)}: loop=waiting")
 
 
 @dataclass
@@ -145,6 +152,7 @@ class SteadyGroup(Group):
         half: int = 0,
         streams: Streams | None = None,
     ) -> None:
+        check_one_device(target, loop.kind)
         super().__init__(target, drafter, settings, clock, watch)
         self.loop, self.streams = loop, streams or Streams(target.device)
         scheduler = loop.scheduler(half) if drafter is not None else None
@@ -165,6 +173,10 @@ class SteadyGroup(Group):
         start = Mark(self.target.device)
         yield
         self.spans.append((name, start, Mark(self.target.device)))
+
+    def run(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
+        with on_device(self.target.device):
+            super().run(prompts, seeds, results)
 
     def rounds(self) -> None:
         while self.step():
@@ -229,14 +241,17 @@ class SteadyGroup(Group):
 
     def issue_draft(self) -> None:
         """Commit the round before, propose, and let the schedule choose."""
-        self.depth = self.num_slots if self.schedule is None else self.schedule.depth(self.held, self.alive, self.known)
-        with self.streams.draft(), self._checked(), self.timed("draft"):
-            if self.kept is not None and self.drafter is not None:
-                verified, depth = self.kept
-                self.parts.call(("commit", depth), partial(self._commit, verified))
-            self.proposal = self.parts.call(("draft", self.depth), partial(self._draft, self.depth))
-            if self.schedule is not None:
-                self.track.limits.copy_(self.schedule.limits(self.proposal, self.track.alive))
+        with self.streams.draft():
+            # On this stream: a schedule's depth may read confidences that it left behind here.
+            schedule = self.schedule
+            self.depth = self.num_slots if schedule is None else schedule.depth(self.held, self.alive, self.known)
+            with self._checked(), self.timed("draft"):
+                if self.kept is not None and self.drafter is not None:
+                    verified, depth = self.kept
+                    self.parts.call(("commit", depth), partial(self._commit, verified))
+                self.proposal = self.parts.call(("draft", self.depth), partial(self._draft, self.depth))
+                if schedule is not None:
+                    self.track.limits.copy_(schedule.limits(self.proposal, self.track.alive))
 
     def issue_verify(self) -> None:
         """Verify, and send the results on their way."""
@@ -416,6 +431,7 @@ class HalvesGroup:
         clock: Clock | None,
         watch: Callable[[int, int], None] | None,
     ) -> None:
+        check_one_device(target, loop.kind)
         streams = Streams(target.device, apart=True)
         self.halves = [
             SteadyGroup(loop, target, drafter, settings, clock, watch, half, streams.half()) for half in range(2)
@@ -425,15 +441,21 @@ class HalvesGroup:
 
     def run(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
         """Decode prompts into results, every second prompt in each half."""
-        running = []
-        for half, group in enumerate(self.halves):
-            if prompts[half::2]:
-                group.open(prompts[half::2], seeds[half::2], results[half::2])
-                running.append(group)
-        while any([group.step() for group in running]):
-            pass
-        for group in running:
-            group.close()
+        running, began = [], time.perf_counter()
+        with on_device(self.halves[0].target.device):
+            for half, group in enumerate(self.halves):
+                if prompts[half::2]:
+                    # The second half waits while the first one's prompts are read: both began to at once.
+                    group.open(prompts[half::2], seeds[half::2], results[half::2], began)
+                    running.append(group)
+            while any([group.step() for group in running]):
+                pass
+            for group in running:
+                group.close()
+        self._settle(running)
+
+    def _settle(self, running: list[SteadyGroup]) -> None:
+        """Fill the clock with what both halves took and held."""
         clock, device = self.halves[0].clock, self.halves[0].target.device
         timed = [group for group in running if group.started and group.spans]
         if clock is not None and timed:  # the halves' spans overlap each other: settled as one

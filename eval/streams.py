@@ -6,10 +6,15 @@ fills the streams meanwhile (eval.overlap has the arithmetic).
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A CUDA device made the current one inside: streams, events and graphs are made on that. Nothing elsewhere."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Mark:

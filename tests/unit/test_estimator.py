@@ -1,12 +1,16 @@
 """The estimator of heads without confidences: planted values come back, and only verified slots count."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from drafters.contract import Proposal
+from drafters.sampling import Sampling
 from eval.calibration import Rounds, attach_estimator, calibrate, load_estimator, save_calibration
-from eval.estimator import BIAS, WEIGHT, Estimator, fit_estimator
+from eval.drafted import draft
+from eval.estimator import BIAS, WEIGHT, Calibrated, Estimator, fit_estimator
 
 GREEDY = {"temperature": 0.0, "top_k": None, "top_p": None}
 
@@ -65,8 +69,42 @@ def test_calibration_fits_it_first_and_keeps_it_beside_the_head(tmp_path) -> Non
     assert load_estimator(tmp_path, GREEDY) == found.estimator
     drafter = torch.nn.Module()
     assert attach_estimator(drafter, tmp_path, GREEDY)
-    assert drafter.estimator == found.estimator
+    assert drafter.estimator == Calibrated(found.temperatures, found.estimator)
     assert not attach_estimator(torch.nn.Module(), tmp_path, GREEDY | {"temperature": 1.0})
     assert not attach_estimator(torch.nn.Module(), tmp_path / "none", GREEDY)
     save_calibration(tmp_path, calibrate(rounds), GREEDY)
     assert load_estimator(tmp_path, GREEDY) is None
+
+
+class Sure(torch.nn.Module):
+    """A head that gives confidences of its own."""
+
+    def __init__(self, estimator: Calibrated | None) -> None:
+        super().__init__()
+        self.estimator = estimator
+
+    def propose(self, state: None, num_slots: int, sampling: Sampling, seeds: torch.Tensor) -> Proposal:
+        return Proposal(torch.zeros(1, 3).long(), None, torch.tensor([[0.9, 0.9, 0.9]]))
+
+
+def test_temperatures_reach_a_head_with_confidences(tmp_path) -> None:
+    """logit(0.9) = 2 log 3: sigmoid of its half is 0.75, of its double 81 / 82. The third slot was not calibrated."""
+    rounds = planted(100, 0.5, [1.0, 0.5])
+    save_calibration(tmp_path, replace(calibrate(rounds), temperatures=[2.0, 0.5]), GREEDY)
+    head = Sure(None)
+    assert attach_estimator(head, tmp_path, GREEDY)  # type: ignore[arg-type]
+    seeds = torch.zeros(1).long()
+    found = draft(head, None, 3, Sampling(), seeds).confidences  # type: ignore[arg-type]
+    assert found is not None
+    assert found[0].tolist() == pytest.approx([0.75, 81 / 82, 0.9])
+    raw = draft(Sure(None), None, 3, Sampling(), seeds).confidences  # type: ignore[arg-type]
+    assert raw is not None
+    assert raw[0].tolist() == pytest.approx([0.9] * 3)
+
+
+def test_an_estimate_is_made_honest_too() -> None:
+    """w = 1, b = 0 gives q_max itself; then the temperature."""
+    found = Calibrated([2.0], Estimator(1.0, [0.0]))(torch.tensor([[0.9]]))
+    assert found.tolist() == [[pytest.approx(0.75)]]
+    with pytest.raises(ValueError, match="q_max says nothing"):
+        Calibrated([2.0])(torch.tensor([[0.9]]))

@@ -36,6 +36,7 @@ from eval.hardware_shapes import (
     target_shape,
     transformer,
 )
+from tests import checks
 from tests.doubles import tiny_target
 
 # Misses that are known and said in docs/hardware.md; every other point must lie within 25%.
@@ -273,6 +274,9 @@ def test_profile_of_a_tiny_target(tmp_path: Path) -> None:
     assert measured.about["machine"]["torch" if "torch" in measured.about["machine"] else "cpus"] is not None
     assert Measured.load(measured.save(tmp_path / "steps.json")) == measured
     assert profile(target, None, how).draft is None
+    # One that must be told the first token, which its own model reads too.
+    own = profile(target, checks.build("independent", target, num_slots=2), ProfileSettings([2], [1], 6, repeats=1))
+    assert own.draft is not None
     with pytest.raises(ValueError, match="drafter has 3"):
         profile(target, always(target), ProfileSettings([1], [4], context=6))
     with pytest.raises(ValueError, match="positions"):

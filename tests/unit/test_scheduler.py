@@ -11,6 +11,7 @@ from checkpoints.run import ROOT
 from eval.hardware import Roofline, load_hardware
 from eval.hardware_shapes import one_layer_drafter, target_shape
 from eval.scheduler import (
+    ENDED,
     NAMES,
     Acceptance,
     Bandit,
@@ -32,6 +33,7 @@ from eval.scheduler import (
     survival,
     throughputs,
 )
+from eval.sentinel import no_waits
 from eval.verification import acceptance, residual
 
 HERE = Load(1, 100.0)
@@ -257,8 +259,67 @@ def test_fall_back_and_probes() -> None:
     depths = [scheduler.depth(HERE) for _ in range(8)]
     assert depths.count(0) == 6, "two of eight plain rounds probe"
     assert FallBack(Static(5), Line(10.0, 0.0, 0.0), 5).depth(HERE) == 5
+    assert [FallBack(Static(0), Line(0.1, 1.0, 1.0), 5, probe=1).depth(HERE) for _ in range(3)] == [0, 0, 0]
     with pytest.raises(ValueError, match="probing"):
         Probe(0)
+
+
+def test_fall_back_asks_of_the_depth_that_would_be_drafted() -> None:
+    """Acceptance 0.7, one request: tau is 1.7 for K = 1 and (1 - 0.7 ** 8) / 0.3 = 3.1412 for K = 7. Rates are 1.00
+    plain, 1.7 / 1.504 = 1.13 for one slot and 3.1412 / 4.487 = 0.70 for seven."""
+    cost = Table({1: 1.0, 2: 1.504, 3: 2.5, 4: 3.0, 5: 3.5, 6: 3.8, 7: 4.2, 8: 4.487})
+    seven = FallBack(Static(7), cost, 7, probe=4)
+    assert [seven.depth(HERE) for _ in range(8)] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert FallBack(Static(1), cost, 7).depth(HERE) == 1
+    # Drafting is free here, and what is drafted is cut before it is verified: one slot of the seven pays.
+    assert FallBack(Threshold(7), cost, 7).depth(HERE) == 7
+
+
+def test_a_scheduler_that_probes_by_itself_is_let_when_a_probe_is_due() -> None:
+    class Probing(Static):
+        """Wants 7, then nothing but a slot every fourth round."""
+
+        def __init__(self) -> None:
+            super().__init__(7)
+            self.wishes = [7, 7, 0, 0, 0, 1, 0, 0, 0, 1]
+
+        def depth(self, load: Load) -> int:
+            return self.wishes.pop(0)
+
+    scheduler = FallBack(Probing(), Line(0.1, 1.0, 1.0), 7, probe=4)
+    assert [scheduler.depth(HERE) for _ in range(10)] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_that_has_ended_counts_nowhere(late: bool) -> None:
+    """One of two requests has ended. Tokens a second of 0, 1, 2 slots are 1 / 1, 1.5 / 1.3 = 1.15 and 1.5 / 1.6;
+    were the other counted, 2 / 1 and 2.5 / 1.3 = 1.92, and nothing would be verified."""
+    scheduler = Prefix(Table({2: 1.0, 3: 1.3, 4: 1.6}), 1, late=late)
+    both = torch.tensor([[0.5], [0.5]])
+    one = torch.tensor([[0.5], [ENDED]])
+    for _ in range(3):
+        found = scheduler.decide(one, Load(1, 100.0)).tolist()
+    assert found == [1, 0]
+    assert scheduler.decide(both, Load(2, 100.0)).tolist() == [0, 0]
+
+
+def test_the_pool_leaves_out_what_has_ended() -> None:
+    """Drafting one slot costs 0.15 s: 1.5 tokens in 1.45 s beat 1 in 1 s. Were the ended request's zeros among what is
+    known, (1.5 + 1) / (1.45 + 1.15) = 0.96 would not."""
+
+    class Dear(Table):
+        def draft_seconds(self, rows: float, num_slots: int, context: float) -> float:
+            return 0.15 * num_slots
+
+    scheduler = Prefix(Dear({1: 1.0, 2: 1.3, 3: 1.6, 4: 1.9}), 1, late=True)
+    for _ in range(4):
+        scheduler.decide(torch.tensor([[0.5], [ENDED]]), Load(1, 100.0))
+    assert scheduler._pool[:, 0].tolist() == [0.5, ENDED] * 2
+    assert scheduler.depth(Load(1, 100.0)) == 1
+    # Three requests, of another shape than two rounds ago: the running rows of the pool come again and again.
+    with no_waits():
+        known = scheduler._expected(3, 1)
+    assert known.tolist() == [[0.5]] * 3
 
 
 def test_the_linear_fit_recovers_a_linear_cost() -> None:

@@ -1,7 +1,9 @@
 """The loop that does not wait: the waiting loop's output token by token, and rounds that no sentinel stops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +13,15 @@ from torch import Tensor
 from data.target import Target
 from drafters.contract import Drafter, Proposal
 from drafters.sampling import Sampling
+from eval import decoder, steady
 from eval.captured import Pinned, read
 from eval.decoder import Clock, DecodeSettings, Generation, generate
 from eval.placed import PlacedCache
-from eval.rounds import profile_rounds, random_prompts
+from eval.rounds import _Calls, profile_rounds, random_prompts
+from eval.scheduler import Load, Static
 from eval.sentinel import WaitError, no_waits
-from eval.steady import Loop, SteadyGroup, Track, settle
+from eval.steady import Loop, SteadyGroup, Track, check_one_device, settle
+from eval.streams import Streams
 from tests import checks
 from tests.doubles import END_ID, START_ID, tiny_target
 
@@ -276,6 +281,73 @@ def test_refusals(target: Target) -> None:
     odd.model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="attn_implementation eager or sdpa"):
         PlacedCache(odd.model, None, 4)  # type: ignore[arg-type]
+
+
+def test_a_target_on_several_gpus_needs_the_waiting_loop() -> None:
+    def placed(*names: str) -> Any:
+        parameters = [SimpleNamespace(device=torch.device(name)) for name in names]
+        model = SimpleNamespace(parameters=lambda: iter(parameters))
+        return SimpleNamespace(device=parameters[0].device, model=model)
+
+    for kind in ("steady", "halves"):
+        with pytest.raises(ValueError, match=f"loop={kind} needs the target on one device, it lies on cuda:0, cuda:1"):
+            Loop(kind).group(placed("cuda:0", "cuda:1"), None, DecodeSettings(), None, None)
+    for one in (("cuda:1", "cuda:1"), ("cpu", "meta")):
+        check_one_device(placed(*one), "steady")
+
+
+def test_the_second_half_waits_from_the_start(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a half's prompts takes a second; the second half's begin when the first one's are read."""
+    now, read_prompts = [0.0], SteadyGroup._prefill
+
+    def slow(self: SteadyGroup, prompts: list[list[int]]) -> Any:
+        now[0] += 1.0
+        return read_prompts(self, prompts)
+
+    monkeypatch.setattr(SteadyGroup, "_prefill", slow)
+    for module in (decoder, steady):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    made = decode(target, None, Loop("halves"), max_new_tokens=1)
+    assert sorted(one.arrivals[0] for one in made) == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_schedules_depth_is_asked_on_the_drafting_stream(target: Target) -> None:
+    """There the confidences that it reads were written, and nothing else orders the two."""
+    inside, seen = [False], []
+
+    class Asked(Static):
+        def depth(self, load: Load) -> int:
+            seen.append(inside[0])
+            return 1
+
+    class Watched(Streams):
+        @contextmanager
+        def draft(self) -> Iterator[None]:
+            inside[0] = True
+            yield
+            inside[0] = False
+
+    def group(*given: Any) -> SteadyGroup:
+        return SteadyGroup(Loop("steady", lambda: Asked(K)), *given, streams=Watched(target.device))
+
+    generate(target, head("eagle3", target), PROMPTS[:2], DecodeSettings(K, 4), group=group)
+    assert seen
+    assert all(seen)
+
+
+def test_reading_the_prompt_is_no_part_of_a_round(target: Target) -> None:
+    """5 s of the drafter's before the rounds, 2 s and 3 s in them."""
+    clock = Clock()
+    clock.seconds["draft"] = 5.0
+    calls = _Calls(target, None, clock)
+
+    def round_() -> None:
+        clock.seconds["draft"] += 2.0
+        clock.seconds["verify"] += 3.0
+
+    for _ in range(2):
+        calls.around(round_)()
+    assert calls.staged() == {"draft": 4.0, "target": 6.0}
 
 
 @pytest.mark.parametrize("kind", ["waiting", "steady", "halves"])
