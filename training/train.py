@@ -155,9 +155,7 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     prepared, prepared_as = Path(config.prepared), read_prepared(Path(config.prepared))
     if heldout.thinking is None:  # ask as the training data were asked
         heldout = replace(heldout, thinking=prepared_as.get("thinking"))
-    if config.limit is not None and config.limit < 1:
-        raise ValueError(f"limit must be at least 1 or null, got {config.limit}")
-    conversations = read_conversations(prepared / "conversations.jsonl")[: config.limit]
+    conversations = first_conversations(prepared, config.limit)
     drafter = build_drafter(chosen, target, conversations, config.init)
     source = feature_source(batches, prepared, target, drafter, conversations)
     data = PackedData(source, batches, anchors=drafter.anchors_per_row)
@@ -272,6 +270,13 @@ def go_on_from(drafter: Drafter, known: Drafter, where: str) -> None:
     if lines := difference(other, mine):
         raise ValueError(f"{where} was made with other settings of drafter.model: {'; '.join(lines)}")
     drafter.load_state_dict(known.state_dict())
+
+
+def first_conversations(prepared: Path, limit: int | None) -> list[Conversation]:
+    """The first `limit` prepared conversations, null for all. ValueError below 1."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1 or null, got {limit}")
+    return read_conversations(prepared / "conversations.jsonl")[:limit]
 
 
 def feature_source(

@@ -178,7 +178,7 @@ def test_lossy_is_labelled_and_scored(folders: tuple[Path, Path, Path], tmp_path
     with initialize_config_module("conf", version_base="1.3"):
         report = run(compose("eval", words), tmp_path / "out")
         with pytest.raises(ValueError, match="baseline must be true"):
-            run(compose("eval", [*words, "baseline=false"]), tmp_path / "no")
+            run(compose("eval", [*words, "baseline=false", "predicted=null"]), tmp_path / "no")
         with pytest.raises(ValueError, match="verification must be null, rejection, .*typical, threshold, got 'loose'"):
             run(compose("eval", [*words, "verification=loose"]), tmp_path / "no")
     written = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -96,7 +96,8 @@ def test_trains_with_its_own_objective(name, target):
 
 def test_objective_equals_its_plain_form(drafter, target):
     batch = checks.train_batch(target, drafter)
-    objective = Objective({"soft_ce": 1.0, "tv": 0.5}, {"kind": "geometric", "beta": 0.8}, chunk=8)
+    terms = dict.fromkeys(drafter.fitting_measures or ("soft_ce", "tv"), 0.5)
+    objective = Objective(terms, {"kind": "geometric", "beta": 0.8}, chunk=8)
     fast = slot_terms(drafter, drafter.slots(batch), batch, target.parts, objective).loss
     assert fast.item() == pytest.approx(
         plain_terms(drafter, drafter.slots(batch), batch, target.parts, objective).item(), rel=1e-5
