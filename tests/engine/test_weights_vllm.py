@@ -1,6 +1,6 @@
 """Packed weights as vLLM's own code reads them: its config parser takes the file, its unpacking gives our values.
 
-The kernel that multiplies them is not run: vLLM's CPU build has one for AVX-512 machines alone.
+The kernel that multiplies them is not run: vLLM's CPU build for AVX2 machines misses it.
 """
 
 import subprocess
