@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -97,4 +97,17 @@ def index_of(path: Path) -> dict[str, str]:
 
 def fingerprint(value: Any) -> str:
     """16 hex digits over the canonical JSON of a value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+    return hashlib.sha256(_canonical(value)).hexdigest()[:16]
+
+
+def fingerprint_rows(rows: Iterable[Any]) -> str:
+    """fingerprint(list(rows)), with one row's text in memory at a time."""
+    digest = hashlib.sha256(b"[")
+    for place, row in enumerate(rows):
+        digest.update((b", " if place else b"") + _canonical(row))
+    digest.update(b"]")
+    return digest.hexdigest()[:16]
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode()

@@ -198,7 +198,7 @@ def _finished_rows(output: Path, header: dict[str, Any]) -> dict[str, dict[str, 
 def _questions(
     prompts: Sequence[Prompt], settings: AnswerSettings, template: Template, target: TargetLike, report: AnswerReport
 ) -> dict[str, tuple[Prompt, Question]]:
-    """Prompts that fit, rendered and seeded, by answer id (`id`, or `id#n` when a prompt gets several answers)."""
+    """Prompts that fit, rendered and seeded, by answer id: the prompt's id, `id#n` for further answers."""
     room = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
     longest = min(settings.max_prompt_tokens, (room or 1 << 40) - settings.max_new_tokens)
     questions: dict[str, tuple[Prompt, Question]] = {}
@@ -209,7 +209,7 @@ def _questions(
             report.dropped[reason] = report.dropped.get(reason, 0) + 1
             continue
         for sample in range(settings.samples):
-            name = prompt.id if settings.samples == 1 else f"{prompt.id}#{sample}"
+            name = f"{prompt.id}#{sample}" if sample else prompt.id  # so that one sample can be extended to several
             if name in questions:
                 raise ValueError(f"two prompts have the id {prompt.id!r}; ids must be unique to resume by them")
             questions[name] = (prompt, Question(name, prompt.messages, ids, request_seed(name, settings.seed)))

@@ -86,6 +86,11 @@ class Plan:
         return self._starts[epochs]
 
 
+def production_order(count: int, seed: int) -> list[int]:
+    """Conversations in the order in which a plan's first epoch begins with them: that of a queue's shards."""
+    return torch.randperm(count, generator=Plan.generator(seed, 0)).tolist()
+
+
 @dataclass(frozen=True)
 class Collate:
     """Turns samples of a plan's rows into a Batch.

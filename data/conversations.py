@@ -52,8 +52,8 @@ class Report:
     """What became of a source's rows. read = kept + dropped, except that multi_turn=split keeps several of one row.
 
     kept, truncated: conversations (or prompts). tokens, answer_tokens: in the kept. dropped: reason -> rows.
-    thinking: the choice the answers were written or rendered with. first_refusal: the first row that the chat template
-    refused, and why.
+    thinking: the choice that all answers were written or rendered with, None where they differ. first_refusal: the
+    first row that the chat template refused, and why.
     """
 
     read: int = 0
@@ -128,7 +128,8 @@ def read_source(
     size = vocab_size or len(tokenizer)
     template = None if settings.source == "answers_jsonl" else Template(tokenizer, settings.thinking, eos_ids)
     barred = _eval_keys(settings)
-    kept = []
+    kept: list[Conversation] = []
+    modes: set[bool | None] = set()
     for row in read_rows(settings):
         report.read += 1
         if row.messages and prompt_key(asked(row.messages)) in barred:
@@ -140,6 +141,10 @@ def read_source(
                 raise ValueError(f"{row.where}: token id {worst} is outside the target's {size} tokens")
             if fit(conversation, settings.max_length, report):
                 kept.append(conversation)
+                written = row.extra.get("thinking")
+                modes.add(settings.thinking if written is None else written)
+    if modes:
+        report.thinking = modes.pop() if len(modes) == 1 else None
     if not kept and report.first_refusal:
         raise TemplateError(f"the chat template refused every row with an answer; the first: {report.first_refusal}")
     return kept, report
@@ -151,7 +156,6 @@ def _chats(row: Row, settings: SourceSettings, template: Template | None, report
         written = row.extra.get("thinking")
         if written is not None and settings.thinking is not None and written != settings.thinking:
             raise ValueError(f"{row.where}: answered with thinking={written}, but data.thinking={settings.thinking}")
-        report.thinking = written if written is not None else report.thinking
         chats = [recorded(row.prompt_ids, row.response_ids)]
     elif trouble := _order(row.messages or []):
         report.drop(trouble)
@@ -209,7 +213,8 @@ def write_conversations(path: Path, conversations: Iterable[Conversation]) -> No
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Read what `write_conversations` wrote; ValueError names file and line of a row that is not such a row."""
-    conversations = []
+    conversations: list[Conversation] = []
+    known: dict[int, int] = {}  # one object an id, where JSON makes one of 28 bytes for every token
     for where, row in read_jsonl(Path(path)):
         if set(row) != {"id", "domain", "tokens", "answers"}:
             raise ValueError(f"{where}: expected id, domain, tokens and answers, got {', '.join(row)}")
@@ -218,7 +223,8 @@ def read_conversations(path: Path) -> list[Conversation]:
             if not 0 <= start < stop <= len(turns):
                 raise ValueError(f"{where}: answer {[start, stop]} lies outside its {len(turns)} tokens")
             turns[start:stop] = [turn] * (stop - start)
-        conversations.append(Conversation(row["id"], row["domain"], row["tokens"], turns))
+        tokens = [known.setdefault(token, token) for token in row["tokens"]]
+        conversations.append(Conversation(row["id"], row["domain"], tokens, turns))
     return conversations
 
 

@@ -21,9 +21,9 @@ def convert(
 ) -> FeatureStore:
     """Write the features of the store `source` to `folder` and open that; a stopped conversion goes on.
 
-    layers: of those stored (None: all). The new store has the same bytes as one captured in its form with the same
-    batches. ValueError when the source is of another target, is itself rounded more than the new form first rounds to,
-    or fails check 4 before or after.
+    layers: of those stored (None: all). A queue's store becomes an ordinary one, in the conversations' own order. The
+    new store has the same bytes as one captured in its form with the same batches. ValueError when the source is of
+    another target, is itself rounded more than the new form first rounds to, or fails check 4 before or after.
     """
     old = FeatureStore.open(source, target.identity, layers, "lazy", target.parts)
     asked, stored = StoreSettings.of(wanted), old.layout

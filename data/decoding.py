@@ -4,6 +4,9 @@ Rows share one key-value buffer of slots x columns. A new prompt's keys are writ
 column, so admitting it moves nothing of the others; a finished row only frees its slot. Random numbers are counters
 keyed by (request, position), so an answer does not depend on its neighbours, up to the rounding of batched matrix
 products.
+
+A target that keeps more than keys and values (linear attention, a recurrent state) has no columns to write beside: its
+prompts are answered in groups, with the cache that transformers makes for it.
 """
 
 import inspect
@@ -13,13 +16,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from data.structure import PLAIN_ATTENTION, layer_kinds
 from drafters.sampling import ANSWER_STREAM, Sampling, counter_uniform, draw
 
 PREFILL_TOKENS = 4096  # padded tokens in one prefill pass at most (one row may be longer)
 COLUMNS = 256  # the buffer grows by at least this many columns
+PADDING = 6  # columns before two tokens that show whether a model blanks padding out
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ class Decoder:
     """Continuous batching over a transformers causal language model; logits at the last position only.
 
     sampling: temperature, top-k, top-p. eos_ids: tokens that end an answer. batch_size: rows at most. `tokens` counts
-    what was written so far. Raises ValueError for a target whose cache holds more than keys and values.
+    what was written so far.
     """
 
     def __init__(
@@ -203,6 +209,7 @@ class Decoder:
         self.eos_ids = frozenset(eos_ids)
         self.batch_size = batch_size
         self.tokens = 0
+        self._plain = layer_kinds(model) <= set(PLAIN_ATTENTION)
         self._device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -212,6 +219,9 @@ class Decoder:
     def run(self, requests: Iterable[Request]) -> Iterator[Generated]:
         """Yield answers as they finish (not in order)."""
         waiting = list(requests)[::-1]
+        if not self._plain:
+            yield from self._run_groups(waiting)
+            return
         rows: list[_Row | None] = [None] * min(self.batch_size, len(waiting))
         cache = SlotCache(len(rows))
         while waiting or any(rows):
@@ -240,22 +250,11 @@ class Decoder:
     def _admit(self, rows: list[_Row | None], free: list[int], waiting: list[Request], cache: SlotCache) -> None:
         """Prefill waiting prompts, left-padded, into free slots, and draw their first tokens."""
         while free and waiting:
-            group: list[_Row] = []
-            while len(group) < len(free) and waiting:
-                longest = max(len(row.request.prompt_ids) for row in [*group, _Row(waiting[-1])])
-                if group and longest * (len(group) + 1) > PREFILL_TOKENS:
-                    break
-                group.append(_Row(waiting.pop()))
-            lengths = [len(row.request.prompt_ids) for row in group]
-            tokens = torch.zeros(len(group), max(lengths), dtype=torch.int64)
-            mask = torch.zeros_like(tokens)
-            for index, (row, length) in enumerate(zip(group, lengths, strict=True)):
-                tokens[index, -length:] = torch.tensor(row.request.prompt_ids)
-                mask[index, -length:] = 1
+            group, tokens, mask = _next_group(waiting, len(free))
             filled = DynamicCache()
-            logits = self._forward(tokens, mask, (mask.cumsum(-1) - 1).clamp_min(0), filled)
+            logits = self._forward(tokens, mask, _positions(mask), filled)
             slots, free = free[: len(group)], free[len(group) :]
-            cache.admit(slots, filled, lengths)
+            cache.admit(slots, filled, [len(row.request.prompt_ids) for row in group])
             for slot, row in zip(slots, group, strict=True):
                 rows[slot] = row
             self._draw(logits, group)
@@ -269,6 +268,50 @@ class Decoder:
         positions = torch.tensor([[row.position if row else 0] for row in rows])
         logits = self._forward(tokens, cache.mask(), positions, cache)
         self._draw(logits[active] if len(active) < len(rows) else logits, [row for row in rows if row is not None])
+
+    def _run_groups(self, waiting: list[Request]) -> Iterator[Generated]:
+        """Groups that are read together; a finished row leaves, and the next group begins when the last has."""
+        several = self.batch_size > 1 and len(waiting) > 1
+        size = self.batch_size if several and self._blanks_padding(waiting[-1].prompt_ids) else 1
+        while waiting:
+            rows, tokens, mask = _next_group(waiting, size)
+            cache, positions = DynamicCache(config=self.model.config), _positions(mask)
+            while True:
+                self._extend(rows, tokens, mask, positions, cache)
+                reasons = [self._finished(row) for row in rows]
+                for row, reason in zip(rows, reasons, strict=True):
+                    if reason is not None:
+                        yield Generated(row.request.id, row.written, reason)
+                left = [index for index, reason in enumerate(reasons) if reason is None]
+                if not left:
+                    break
+                if len(left) < len(rows):
+                    cache.reorder_cache(torch.tensor(left, device=self._device))
+                    rows, mask = [rows[index] for index in left], mask[left]
+                mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+                tokens = torch.tensor([[row.written[-1]] for row in rows])
+                positions = torch.tensor([[row.position] for row in rows])
+
+    @torch.inference_mode()
+    def _extend(self, rows: list[_Row], tokens: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Read tokens [R, T] and draw one for every row."""
+        self._draw(self._forward(tokens, mask, positions, cache), rows)
+
+    @torch.inference_mode()
+    def _blanks_padding(self, prompt: list[int]) -> bool:
+        """Whether two tokens (fewer than a short convolution spans) are read the same behind padding as alone: not
+        every model masks what its recurrent state takes in."""
+        tokens = torch.tensor([prompt[:2]])
+        found: list[Tensor] = []
+        for padding in (0, PADDING):
+            # Not by token 0, whose embedding may be zero.
+            padded = functional.pad(tokens, (padding, 0), value=prompt[0])
+            mask = functional.pad(torch.ones_like(tokens), (padding, 0))
+            cache = DynamicCache(config=self.model.config)
+            found.append(self._forward(padded, mask, _positions(mask), cache).float())
+        alone, behind = found
+        allowed = max(1e-4, 8 * torch.finfo(self.model.dtype).eps) * max(1.0, float(alone.abs().max()))
+        return float((alone - behind).abs().max()) <= allowed
 
     def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Logits [R, V] of the last column."""
@@ -288,6 +331,29 @@ class Decoder:
         for row, token in zip(rows, next_tokens(logits, self.sampling, seeds, positions).tolist(), strict=True):
             row.written.append(token)
         self.tokens += len(rows)
+
+
+def _next_group(waiting: list[Request], room: int) -> tuple[list[_Row], Tensor, Tensor]:
+    """Take the next prompts, at most `room` and what one prefill pass may hold, off the end of `waiting`. Their rows;
+    tokens and mask int64 [n, P], padded on the left."""
+    group: list[_Row] = []
+    while len(group) < room and waiting:
+        longest = max(len(row.request.prompt_ids) for row in [*group, _Row(waiting[-1])])
+        if group and longest * (len(group) + 1) > PREFILL_TOKENS:
+            break
+        group.append(_Row(waiting.pop()))
+    lengths = [len(row.request.prompt_ids) for row in group]
+    tokens = torch.zeros(len(group), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for index, (row, length) in enumerate(zip(group, lengths, strict=True)):
+        tokens[index, -length:] = torch.tensor(row.request.prompt_ids)
+        mask[index, -length:] = 1
+    return group, tokens, mask
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """Real tokens of each row numbered from 0."""
+    return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> Tensor:

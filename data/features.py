@@ -25,7 +25,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from checkpoints.files import atomic, fingerprint, read_json, sha256_file, write_json, write_tensors
+from checkpoints.files import atomic, fingerprint, fingerprint_rows, read_json, sha256_file, write_json, write_tensors
+from data.collate import production_order
 from data.conversations import Conversation
 from data.identity import identity_difference
 from data.layout import Layout, Sample, ShardReader, ShardWriter, StoreSettings, plan_of, shard_size
@@ -39,11 +40,12 @@ BATCH_TOKENS = 4096
 PROBE_TOKENS = 256
 LOAD_SAMPLE = 1024
 CONVENTION = "0 = the first decoder layer's output"
+FREED = "freed"  # in the sidecar of a shard that a queue deleted once all had read it
 
 
 def conversations_fingerprint(conversations: Sequence[Conversation]) -> str:
     """16 hex digits over ids, tokens and turns, in order."""
-    return fingerprint([[one.id, one.tokens, one.turns] for one in conversations])
+    return fingerprint_rows([one.id, one.tokens, one.turns] for one in conversations)
 
 
 @torch.inference_mode()
@@ -152,17 +154,28 @@ def fill(
             progress(sum(len(one.tokens) for one in chosen))
 
 
+def stored_order(header: dict[str, Any], count: int) -> Sequence[int]:
+    """Conversations in the order in which a store's shards hold them; a queue's hold them as they are trained on."""
+    return production_order(count, header["queue"]["seed"]) if "queue" in header else range(count)
+
+
 class FeatureStore:
-    """A finished store. store[i] reads conversation i from memory-mapped shards; safe to copy into worker processes."""
+    """A finished store. store[i] reads conversation i from memory-mapped shards; safe to copy into worker processes.
+
+    ids, domains, lengths: in the conversations' own order, whatever the order in the shards.
+    """
 
     def __init__(self, folder: Path, header: dict[str, Any], sidecars: list[dict[str, Any]], places: list[int]) -> None:
         """Use FeatureStore.open. places: which of the stored layers a Sample's aux holds."""
         self.folder, self.header, self.layout = folder, header, Layout.read(header)
         self.truth: float | None = None  # check 4's share, once it has run
         self.layers: tuple[int, ...] = tuple(header["layers"][place] for place in places)
-        self.ids: list[str] = [name for one in sidecars for name in one["ids"]]
-        self.domains: list[str] = [name for one in sidecars for name in one["domains"]]
-        self.lengths: list[int] = [length for one in sidecars for length in one["lengths"]]
+        rows = [row for one in sidecars for row in zip(one["ids"], one["domains"], one["lengths"], strict=True)]
+        order = stored_order(header, len(rows))
+        self._place: list[int] = sorted(range(len(rows)), key=order.__getitem__)  # of each conversation in the shards
+        self.ids: list[str] = [rows[place][0] for place in self._place]
+        self.domains: list[str] = [rows[place][1] for place in self._place]
+        self.lengths: list[int] = [rows[place][2] for place in self._place]
         whole = places == list(range(self.layout.layers))
         self._places = None if whole else places
         self._starts = [0, *accumulate(len(one["ids"]) for one in sidecars)]
@@ -218,6 +231,17 @@ class FeatureStore:
         shard, start, stop = self._where(index)
         return shard.sample(self.ids[index], start, stop, self._places)
 
+    def holds(self, conversations: Sequence[Conversation]) -> bool:
+        """Whether these are the store's conversations: all of them, in their own order."""
+        if len(conversations) != len(self):
+            return False
+        placed = [conversations[index] for index in stored_order(self.header, len(self))]
+        return bool(self.header["data"] == conversations_fingerprint(placed))
+
+    def shard_of(self, index: int) -> int:
+        """Number of the shard that holds conversation `index`."""
+        return bisect_right(self._starts, self._place[index]) - 1
+
     def text(self, index: int) -> tuple[Tensor, Tensor]:
         """tokens, turns of conversation `index` without its features, int64 [T]."""
         shard, start, stop = self._where(index)
@@ -253,8 +277,8 @@ class FeatureStore:
     def _where(self, index: int) -> tuple[ShardReader, int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
-        number = bisect_right(self._starts, index) - 1
-        place = index - self._starts[number]
+        number = self.shard_of(index)
+        place = self._place[index] - self._starts[number]
         return self._shard(number), self._offsets[number][place], self._offsets[number][place + 1]
 
     def _shard(self, number: int) -> ShardReader:
@@ -437,8 +461,10 @@ def write_shard(
     conversations: Sequence[Conversation],
     samples: Iterable[tuple[int, Sample]],
     header: dict[str, Any],
+    still: Callable[[], bool] | None = None,
 ) -> None:
-    """Write shard `number` and its sidecar. samples: (index, Sample) of each conversation, in any order."""
+    """Write shard `number` and its sidecar. samples: (index, Sample) of each conversation, in any order. still: asked
+    when all is done but the names; Overtaken, and nothing written, when it says no."""
     writer = ShardWriter(conversations, Layout.read(header))
     for index, sample in samples:
         writer.put(index, sample)
@@ -448,7 +474,13 @@ def write_shard(
     with atomic(path) as temporary:
         write_tensors(temporary, writer.tensors(), {"place": f"{mark}/{number}"})
         sidecar = sidecar_of(conversations, number, mark, sha256_file(temporary), temporary.stat().st_size)
+        if still is not None and not still():
+            raise Overtaken(f"{path.name} in {folder} is another's by now")
     write_json(_sidecar_path(folder, number), sidecar)
+
+
+class Overtaken(Exception):
+    """A shard's writer was silent for so long that another has taken its place."""
 
 
 def sidecar_of(conversations: Sequence[Conversation], number: int, mark: str, sha256: str, size: int) -> dict[str, Any]:
@@ -473,6 +505,11 @@ def _check_shard(folder: Path, number: int, mark: str, whole: bool) -> dict[str,
     remedy = f"delete it and {beside.name}, then run prepare again to capture it anew"
     if sidecar["header"] != mark or sidecar["shard"] != number:
         raise ValueError(f"{path.name} in {folder} is foreign: it belongs to another store or place; {remedy}")
+    if sidecar.get(FREED):
+        raise ValueError(
+            f"{path.name} in {folder} was freed once it had been read: a queue with free=true serves one run, for one "
+            f"epoch; prepare again, with features.queue.free=false to keep the store"
+        )
     if not path.exists() or path.stat().st_size != sidecar["bytes"]:
         size = path.stat().st_size if path.exists() else 0
         raise ValueError(f"{path.name} in {folder} is torn: {size} bytes of {sidecar['bytes']}; {remedy}")

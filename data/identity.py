@@ -43,8 +43,10 @@ def identity_difference(wanted: dict[str, Any], got: dict[str, Any]) -> list[str
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits over all parameters: names, shapes, a bit sum over every value, and samples of each tensor.
 
-    Floats are read as float32, so a bfloat16 checkpoint has one fingerprint whether loaded as bfloat16 or float32. Any
-    single changed value changes the sum; one pass over the weights, nothing is copied whole.
+    Floats are rounded to bfloat16 first, so that a checkpoint has one fingerprint whether loaded as bfloat16 or
+    float32, one of float16 in that, too. (Loaded as float16, values of other checkpoints are rounded twice or lie
+    beyond its range: those are other weights.) Any single value that changes in bfloat16 changes the sum; one pass over
+    the weights, nothing is copied whole.
     """
     digest = hashlib.sha256()
     for name, parameter in whole_parameters(model):
@@ -58,7 +60,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Values as int32 bit patterns of float32; integer tensors (quantised weights) as they are."""
+    """Values rounded to bfloat16, as int32 bit patterns of float32; integer tensors (quantised weights) as they are."""
     if not values.is_floating_point():
         return values.to(torch.int64)
-    return values.float().contiguous().view(torch.int32)
+    return values.to(torch.bfloat16).float().contiguous().view(torch.int32)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.run import settings
+from data.collate import production_order
 from data.conversations import Conversation
 from data.engine_states import Engine, EngineSettings
 from data.features import (
@@ -21,7 +22,7 @@ from data.features import (
     same_header,
 )
 from data.layout import Sample, StoreSettings, plan_of
-from data.queue import Producer, QueueSettings, production_order, queue_header
+from data.queue import Producer, QueueSettings, queue_header
 from data.target import Target
 
 

@@ -1,14 +1,16 @@
 """A feature store that trainers read while producers still write it, over one shared folder.
 
     header.json, shard-*            as in a finished store; the conversations stand in the order of a first epoch
-    claim-00003.json                who is writing shard 3; made exclusively, so no two write one
+    claim-00003.json                who is writing shard 3; made exclusively, so no two write one. claim-00003-1.json:
+                                    who took it over from a silent one, and so on
     producer-NAME.json, reader-NAME.json  who is there: each touches its file while it lives; a reader's says how many
                                     shards it no longer needs
 
 Producers take the first shard that nobody has, and wait when they are `ahead` shards beyond the slowest reader. With
 `free`, a shard that all readers have passed is deleted: the folder then never holds more than about `ahead` shards,
 and serves one run, from its start, for one epoch. A producer that dies is noticed by its silence: another takes its
-shard, and a trainer that finds none alive ends with its name. Ages are read off the folder's own clock, not the
+shard, and a trainer that finds none alive ends with its name. One that was only slow finds itself overtaken before it
+gives its shard a name, and leaves it. Ages are read off the folder's own clock, not the
 machines'.
 """
 
@@ -20,16 +22,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from checkpoints.files import atomic, fingerprint, read_json, write_json
-from data.collate import Plan
+from data.collate import Plan, production_order
 from data.conversations import Conversation
 from data.features import (
+    FREED,
     FeatureStore,
+    Overtaken,
     conversations_fingerprint,
     same_header,
     shard_finished,
@@ -40,8 +43,6 @@ from data.features import (
 from data.identity import identity_difference
 from data.layout import Layout, Sample, plan_of
 from drafters.contract import TargetParts
-
-FREED = "freed"
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,6 @@ class QueueSettings:
             raise ValueError("features.queue.free needs features.queue.ahead: how many shards may wait")
         if self.silent_s <= 0 or self.readers < 1:
             raise ValueError(f"features.queue: silent_s above 0 and readers >= 1, got {self.silent_s}, {self.readers}")
-
-
-def production_order(count: int, seed: int) -> list[int]:
-    """Conversations in the order in which data.collate.Plan's first epoch begins with them."""
-    return torch.randperm(count, generator=Plan.generator(seed, 0)).tolist()
 
 
 def who() -> str:
@@ -169,6 +165,7 @@ class Producer:
     _touched: list[Path] = field(default_factory=list)
     _first: int = 0  # all shards before it are finished
     _freed: int = 0  # all shards before it are deleted
+    _turn: int = 0  # of our claim: how many producers had the shard before
 
     def run(self) -> int:
         """Write shards until all are there; returns how many this one wrote."""
@@ -181,18 +178,19 @@ class Producer:
                 while (number := self._next()) is not None:
                     start, stop = self.plan[number]
                     chosen = self.conversations[start:stop]
-                    write_shard(self.folder, number, chosen, self.make(start, stop), self.header)
-                    self._touched.remove(self._claim(number))
-                    self._claim(number).unlink(missing_ok=True)
-                    wrote += 1
-                    if self.progress is not None:
-                        self.progress(sum(len(one.tokens) for one in chosen))
+                    holds = partial(self._holds, number)
+                    with suppress(Overtaken):
+                        write_shard(self.folder, number, chosen, self.make(start, stop), self.header, holds)
+                        wrote += 1
+                        if self.progress is not None:
+                            self.progress(sum(len(one.tokens) for one in chosen))
+                    self._release(number)
         finally:
             presence.unlink(missing_ok=True)
         return wrote
 
-    def _claim(self, number: int) -> Path:
-        return self.folder / f"claim-{number:05d}.json"
+    def _claim(self, number: int, turn: int) -> Path:
+        return self.folder / (f"claim-{number:05d}-{turn}.json" if turn else f"claim-{number:05d}.json")
 
     def _next(self) -> int | None:
         """The next shard that is ours alone, waiting for readers or for other producers' last shards; None at the
@@ -215,23 +213,16 @@ class Producer:
             time.sleep(min(0.5, self.settings.silent_s / 8))
 
     def _take(self, number: int) -> bool:
-        """Claim a shard; a silent producer's claim is set aside first."""
-        path = self._claim(number)
-        old = age(path, self.folder)
-        if old is not None and old > self.settings.silent_s:
-            aside = self.folder / f".dead-{number:05d}-{self.name}"
-            try:
-                os.rename(path, aside)  # one of several takers succeeds
-            except FileNotFoundError:
-                return False
-            if (age(aside, self.folder) or 0.0) <= self.settings.silent_s:  # another was first: this is its new claim
-                with suppress(FileExistsError):
-                    os.link(aside, path)
-                aside.unlink()
-                return False
-            dead = json.loads(aside.read_text() or "{}").get("process", "an unknown process")
-            aside.unlink()
-            self.tell(f"{self.folder}: producer {dead} was silent for {old:.0f} s; its shard {number} is taken over")
+        """Claim a shard, by its first claim or by the one behind a silent producer's. A name is made exclusively, and
+        none is removed before the shard is there: however many try, each claim is one producer's."""
+        turn = 0
+        while self._claim(number, turn + 1).exists():
+            turn += 1
+        old = age(self._claim(number, turn), self.folder)
+        if old is not None and old <= self.settings.silent_s:
+            return False
+        turn += old is not None
+        path = self._claim(number, turn)
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -239,10 +230,27 @@ class Producer:
         with os.fdopen(handle, "w") as file:
             json.dump({"process": self.name}, file)
         if shard_finished(self.folder, number):  # between our look and our claim
-            path.unlink()
+            path.unlink(missing_ok=True)
             return False
+        if old is not None:
+            with suppress(FileNotFoundError):  # it may end after all, at this moment
+                dead = json.loads(self._claim(number, turn - 1).read_text() or "{}").get("process", "an unknown one")
+                silent = f"{self.folder}: producer {dead} was silent for {old:.0f} s"
+                self.tell(f"{silent}; its shard {number} is taken over")
+        self._turn = turn
         self._touched.append(path)
         return True
+
+    def _holds(self, number: int) -> bool:
+        """Whether the shard is still ours to write: we may have been silent, too."""
+        return not shard_finished(self.folder, number) and not self._claim(number, self._turn + 1).exists()
+
+    def _release(self, number: int) -> None:
+        """Let go of a shard. Its claims go when it is there; before, they keep others from making them anew."""
+        self._touched.remove(self._claim(number, self._turn))
+        if shard_finished(self.folder, number):
+            for path in self.folder.glob(f"claim-{number:05d}*.json"):
+                path.unlink(missing_ok=True)
 
     def _limit(self) -> int:
         """Shards that may be written: `ahead` beyond the slowest reader, and what a reader waits for."""
@@ -320,10 +328,6 @@ class QueueSource:
         if len(plan) != header["shards"] or conversations_fingerprint(queued) != header["data"]:
             raise ValueError(f"{folder} holds features of other conversations: prepare and train on the same")
         self.store = FeatureStore(self.folder, header, sidecars, [header["layers"].index(one) for one in layers])
-        self._place = [0] * len(order)
-        for place, index in enumerate(order):
-            self._place[index] = place
-        self._shard_of = [number for number, (a, b) in enumerate(plan) for _ in range(a, b)]
         self._needed: dict[int, int] = {}
         self._process, self._said, self._parts = 0, (-1, -1), parts
 
@@ -343,7 +347,7 @@ class QueueSource:
         rows = [index for step in range(plan.steps(1)) for row in plan.batch(step) for index in row]
         least = self.store.header["shards"]
         for index in reversed(rows):
-            least = min(least, self._shard_of[self._place[index]])
+            least = min(least, self.store.shard_of(index))
             self._needed[index] = least
         self.samples([index for row in plan.batch(0) for index in row])
         self._parts = None
@@ -352,14 +356,14 @@ class QueueSource:
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         """The samples, once their shards are there. RuntimeError when no producer that could write them lives."""
         self._present()
-        shards = [self._shard_of[self._place[index]] for index in indices]
+        shards = [self.store.shard_of(index) for index in indices]
         passed = min((self._needed.get(index, 0) for index in indices), default=0)
         for number in sorted(set(shards)):
             self._say(passed, number)
             self._wait(number)
-        found = [self.store[self._place[index]] for index in indices]
+        found = [self.store[index] for index in indices]
         if self._parts is not None and self.store.truth is None:
-            self.store.check_truth_of([self._place[index] for index in indices], self._parts)
+            self.store.check_truth_of(indices, self._parts)
         if self.free:  # a deleted file's space comes back only when nobody maps it
             for number in [one for one in self.store._readers if one < passed]:
                 del self.store._readers[number]

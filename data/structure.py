@@ -18,6 +18,8 @@ NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm
 LOGIT_SCALES = (("logit_scale", True), ("lm_head_multiplier", True), ("logits_scaling", False))
 EMBEDDING_SCALES = ("embedding_multiplier", "scale_emb")
 SOFTCAPS = ("final_logit_softcapping",)
+# Layers that keep keys and values by position, which can be taken back, and nothing else.
+PLAIN_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass
@@ -92,6 +94,17 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
             "head": names[head],
         },
     )
+
+
+def layer_kinds(model: PreTrainedModel) -> set[str]:
+    """Kinds of the decoder's layers by what they keep while decoding: the config's layer types; "recurrent state" where
+    the model says that it keeps one and its layer types do not."""
+    config: PretrainedConfig = model.config.get_text_config(decoder=True)
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
+    if getattr(model, "_is_stateful", False) and kinds <= set(PLAIN_ATTENTION):
+        kinds.add("recurrent state")
+    return kinds
 
 
 def _embedder(model: PreTrainedModel) -> nn.Module:

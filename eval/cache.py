@@ -11,10 +11,11 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-SUPPORTED = ("full_attention", "sliding_attention", "chunked_attention")
+from data.structure import PLAIN_ATTENTION, layer_kinds
+
 HOLES_ALLOWED = 0.25
 
 
@@ -175,13 +176,12 @@ class RowCache:
 
 def check_cacheable(model: PreTrainedModel) -> set[str]:
     """Kinds of attention in the target; ValueError when its cache holds more than keys and values by position."""
-    config: PretrainedConfig = model.config.get_text_config(decoder=True)
-    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
-    foreign = sorted(kinds - set(SUPPORTED))
-    if foreign or getattr(model, "_is_stateful", False):
+    kinds = layer_kinds(model)
+    if foreign := sorted(kinds - set(PLAIN_ATTENTION)):
         raise ValueError(
-            f"{type(model).__name__} keeps state that cannot be taken back after a rejection "
-            f"({', '.join(foreign) or 'recurrent state'}); decoding supports layers of {', '.join(SUPPORTED)}"
+            f"{type(model).__name__} has layers of {', '.join(sorted(kinds))}: what {', '.join(foreign)} keeps cannot "
+            f"be taken back after a rejection, so drafts cannot be verified in this process, which takes layers of "
+            f"{', '.join(PLAIN_ATTENTION)}; export the drafter and serve both in an engine that takes it back: "
+            f"headstart eval engine=vllm"
         )
     return kinds

@@ -153,7 +153,7 @@ def generate(
     cache.
     """
     check_cacheable(target.model)
-    _check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
+    check_lengths(target, prompts, settings, 0 if drafter is None else settings.num_slots)
     seeds = seeds if seeds is not None else [settings.seed + index for index in range(len(prompts))]
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
@@ -421,7 +421,8 @@ class Group:
             self.anchors, self.seeds = self.anchors[index], self.seeds[index]
 
 
-def _check_lengths(target: Target, prompts: Sequence[list[int]], settings: DecodeSettings, num_slots: int) -> None:
+def check_lengths(target: Target, prompts: Sequence[list[int]], settings: DecodeSettings, num_slots: int) -> None:
+    """ValueError for an empty prompt, or one that leaves no room in the target's positions."""
     limit = getattr(target.parts.config, "max_position_embeddings", None)
     for index, prompt in enumerate(prompts):
         if not prompt:

@@ -18,8 +18,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from checkpoints.files import fingerprint, read_tensors, write_tensors
+from data.decoding import Decoder, Request
+from data.structure import PLAIN_ATTENTION, layer_kinds
 from data.target import Target
-from eval.decoder import DecodeSettings, generate
+from eval.decoder import DecodeSettings, check_lengths, generate
 from eval.replay import Trajectory
 
 FORMAT = "headstart-recording"
@@ -139,12 +141,31 @@ def record_answers(
     answers: list[list[int]] = []
     wave = list(questions)
     while wave:
-        found = [one.tokens for one in generate(target, None, [one.ids for one in wave], decoding, watch=watch)]
+        found = _written(target, [one.ids for one in wave], decoding, watch)
         asked += wave
         answers += found
         following = [one.follow(answer) for one, answer in zip(wave, found, strict=True) if one.follow is not None]
         wave = [one for one in following if one is not None]
     return Recording(asked, answers, owner_of(target, questions, max_new_tokens))
+
+
+def _written(
+    target: Target, prompts: Sequence[list[int]], decoding: DecodeSettings, watch: Callable[[int, int], None] | None
+) -> list[list[int]]:
+    """The target's own tokens after each prompt. Nothing is drafted here, so a target whose state cannot be taken back
+    writes them, too."""
+    if layer_kinds(target.model) <= set(PLAIN_ATTENTION):
+        return [one.tokens for one in generate(target, None, prompts, decoding, watch=watch)]
+    check_lengths(target, prompts, decoding, 0)
+    decoder = Decoder(
+        target.model, decoding.sampling, decoding.max_new_tokens, target.eos_ids, batch_size=decoding.batch_size
+    )
+    found: dict[str, list[int]] = {}
+    for one in decoder.run(Request(str(index), ids, decoding.seed) for index, ids in enumerate(prompts)):
+        found[one.id] = one.response_ids
+        if watch is not None:
+            watch(1, len(one.response_ids))
+    return [found[str(index)] for index in range(len(prompts))]
 
 
 def with_features(target: Target, recording: Recording, layers: Sequence[int]) -> Recording:

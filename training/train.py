@@ -291,7 +291,7 @@ def feature_source(
     names = [one.id for one in conversations]
     lengths, whole = [len(one.tokens) for one in conversations], len(names) == len(store)
     same = store.ids[: len(names)] == names and list(store.lengths[: len(names)]) == lengths
-    if not same or (whole and store.header["data"] != conversations_fingerprint(conversations)):
+    if not same or (whole and not store.holds(conversations)):
         raise ValueError(f"{prepared}: the features are not those of conversations.jsonl; run headstart prepare again")
     source = StoreSource(store)
     source.lengths, source.ids = source.lengths[: len(names)], names

@@ -17,6 +17,7 @@ from data.features import FeatureStore
 from data.prepare import run
 from data.target import Target
 from tests.doubles import END_ID, save_tiny
+from tests.prepared import train
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = ["hi there", "count to 3", "what is a cat?", "name a bird", "is it (far)?", "go on"]
@@ -160,3 +161,12 @@ def test_wrong_settings_are_named(tmp_path: Path, folder: Path, override: str, m
     source = ["data=answers_jsonl", f"data.path={answers(tmp_path / 'answers.jsonl')}"]
     with pytest.raises(ValueError, match=message):
         prepare(tmp_path / "out", folder, *source, override)
+
+
+def test_a_target_with_a_recurrent_state_answers_and_is_trained_for(tmp_path: Path) -> None:
+    folder, asked = save_tiny(tmp_path / "target", "qwen3_next"), prompts(tmp_path / "prompts.jsonl")
+    summary, _ = prepare(tmp_path / "out", folder, "data=jsonl", f"data.path={asked}")
+    assert summary["answers"]["written"] == len(QUESTIONS)
+    more = {"target.name": folder, "heldout.path": asked, "acceptance.prompts": 2, "acceptance.every": 0}
+    found = train(tmp_path / "out", tmp_path / "run", **more | {"trainer.max_steps": 4})
+    assert found["tau"] >= 1

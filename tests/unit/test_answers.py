@@ -49,7 +49,7 @@ def alone(model: Any, request: Request, sampling: Sampling, max_new_tokens: int)
     return written
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3", "qwen3_next"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 20, 0.95)])
 def test_batched_answers_equal_each_prompt_alone(family: str, sampling: Sampling) -> None:
     model = tiny_model(family)
@@ -67,6 +67,20 @@ def test_batched_answers_equal_each_prompt_alone(family: str, sampling: Sampling
         assert one.response_ids == alone(model, request, sampling, 20), request.id
         assert one.finish_reason == ("stop" if one.response_ids[-1] == END_ID else "length")
     assert decoder.tokens == sum(len(one.response_ids) for one in found.values())
+
+
+def test_a_model_that_reads_padding_answers_one_prompt_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the recurrent layers take padding in."""
+    model = tiny_model("qwen3_next")
+    requests = [Request(str(n), list(range(4, 4 + n)), n) for n in (3, 9)]
+    wanted = {one.id: alone(model, one, Sampling(), 8) for one in requests}
+    decoder = Decoder(model, Sampling(), 8, [END_ID], batch_size=2)
+    assert decoder._blanks_padding([4, 5])
+    monkeypatch.setattr(
+        "transformers.models.qwen3_next.modeling_qwen3_next.create_recurrent_attention_mask", lambda **_: None
+    )
+    assert not decoder._blanks_padding([4, 5])
+    assert {one.id: one.response_ids for one in decoder.run(requests)} == wanted
 
 
 def test_long_answers_outgrow_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +156,19 @@ def test_samples_differ_and_carry_their_number(tmp_path: Path) -> None:
     settings = dataclasses.replace(SETTINGS, samples=2)
     answer(prompts(1), settings, tmp_path / "a.jsonl", Template(tiny_tokenizer()), tiny_target())
     first, second = rows(tmp_path / "a.jsonl")
-    assert (first["id"], second["id"]) == ("p0#0", "p0#1")
+    assert (first["id"], second["id"]) == ("p0", "p0#1")
     assert first["response_ids"] != second["response_ids"]
+
+
+def test_one_sample_is_extended_to_several(tmp_path: Path) -> None:
+    target, template, path = tiny_target(), Template(tiny_tokenizer()), tmp_path / "answers.jsonl"
+    answer(prompts(2), SETTINGS, path, template, target)
+    once = rows(path)
+    more = answer(prompts(2), dataclasses.replace(SETTINGS, samples=2), path, template, target)
+    assert (more.reused, more.written, more.ids) == (2, 2, ["p0", "p0#1", "p1", "p1#1"])
+    assert rows(path)[::2] == once
+    less = answer(prompts(2), SETTINGS, path, template, target)
+    assert (less.reused, less.written, less.ids) == (2, 0, ["p0", "p1"])
 
 
 KILLED = """

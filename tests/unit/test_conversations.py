@@ -8,8 +8,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from checkpoints.files import fingerprint, fingerprint_rows
 from checkpoints.run import settings as read_settings
 from data.chat import TemplateError
+from data.collate import Collate
 from data.conversations import (
     Conversation,
     Prompt,
@@ -23,6 +25,8 @@ from data.conversations import (
     token_counts,
     write_conversations,
 )
+from data.features import conversations_fingerprint
+from data.layout import Sample
 from data.sources import SourceSettings, read_rows
 from tests.doubles import END_ID, tiny_tokenizer
 
@@ -227,6 +231,74 @@ def test_conversations_file_round_trip(tmp_path: Path) -> None:
     path.write_text('{"id":"a","domain":"x","tokens":[1],"answers":[[0,2,1]]}\n')
     with pytest.raises(ValueError, match=r"conversations.jsonl:1: answer \[0, 2\] lies outside its 1 tokens"):
         read_conversations(path)
+
+
+def test_reading_makes_one_object_an_id(tmp_path: Path) -> None:
+    path = tmp_path / "conversations.jsonl"
+    write_conversations(path, [Conversation(name, "x", [1000, 2, 1000], [0, 1, 1]) for name in "ab"])
+    first, second = read_conversations(path)
+    assert first.tokens[0] is first.tokens[2] is second.tokens[0]
+
+
+def test_a_fingerprint_takes_one_conversation_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [Conversation(f"é{n}", "x", [7, 8, 9] * 20, [0, 1, 1] * 20) for n in range(30)]
+    for count in (0, 1, 30):
+        rows = [[one.id, one.tokens, one.turns] for one in made[:count]]
+        assert conversations_fingerprint(made[:count]) == fingerprint_rows(iter(rows)) == fingerprint(rows)
+    longest, dumps = [0], json.dumps
+
+    def watched(*args: Any, **named: Any) -> str:
+        longest.append(len(text := dumps(*args, **named)))
+        return text
+
+    monkeypatch.setattr("checkpoints.files.json.dumps", watched)
+    conversations_fingerprint(made)
+    assert 0 < max(longest) < 1000
+
+
+MIXED = [
+    {"id": "r", "prompt_ids": [2, 10], "response_ids": [20, 21, 22, 3], "thinking": True},
+    {"id": "n", "prompt_ids": [2, 10, 30], "response_ids": [23, 3], "thinking": False},
+]
+
+
+def test_recorded_rows_of_both_thinking_modes_keep_their_masks_and_declare_neither(tmp_path: Path) -> None:
+    kept, report = read_source(SourceSettings("answers_jsonl", lines(tmp_path / "a.jsonl", MIXED)), tiny_tokenizer())
+    assert report.thinking is None
+    samples = []
+    for one in kept:
+        tokens, turns = torch.tensor(one.tokens), torch.tensor(one.turns)
+        aux, last = torch.zeros(len(tokens), 1, 2), torch.zeros(len(tokens), 2)
+        samples.append(Sample(one.id, tokens, turns, aux, last, torch.zeros_like(tokens), last[:, 0]))
+    batch = Collate(12, anchor_multiple=1)([samples])
+    assert batch.tokens.tolist() == [[2, 10, 20, 21, 22, 3, 2, 10, 30, 23, 3, 0]]
+    assert batch.turns.tolist() == [[0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0]]
+    assert batch.anchors.tolist() == [[2, 3, 4, 9]]
+    for rows in (MIXED[:1], MIXED[1:]):
+        source = SourceSettings("answers_jsonl", lines(tmp_path / "b.jsonl", rows))
+        assert read_source(source, tiny_tokenizer())[1].thinking is rows[0]["thinking"]
+    with pytest.raises(ValueError, match="a.jsonl:2: answered with thinking=False, but data.thinking=True"):
+        read_source(SourceSettings("answers_jsonl", str(tmp_path / "a.jsonl"), thinking=True), tiny_tokenizer())
+
+
+def test_of_chats_with_and_without_reasoning_one_kind_fits_a_mode_the_other_is_counted(tmp_path: Path) -> None:
+    """Brackets are the thinking block; without thinking the generation prompt holds an empty one."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{{ '(' + (m.get('reasoning_content') or '') + ')' }}{% endif %}{{ m['content'] + '<|im_end|>' + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% if enable_thinking is defined and not enable_thinking %}{{ '()' }}{% endif %}{% endif %}"
+    )
+    reasoned = [*chat("hi"), {"role": "assistant", "content": "c", "reasoning_content": "ab"}]
+    rows = [{"id": "r", "messages": reasoned}, {"id": "n", "messages": chat("hi", "d")}]
+    path = lines(tmp_path / "rows.jsonl", rows)
+    for thinking, name, answer in ((True, "r", "(ab)c"), (False, "n", "d")):
+        kept, report = read_source(SourceSettings("jsonl", path, thinking=thinking), tokenizer)
+        assert [one.id for one in kept] == [name]
+        supervised = [token for token, turn in zip(kept[0].tokens, kept[0].turns, strict=True) if turn]
+        assert supervised == [*tokenizer(answer)["input_ids"], END_ID]
+        assert (report.thinking, report.dropped) == (thinking, {"refused by the chat template": 1})
 
 
 def test_token_counts_of_answers_only() -> None:

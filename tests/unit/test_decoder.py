@@ -253,6 +253,20 @@ def test_refusals(llama: Target) -> None:
         check_cacheable(hybrid)
 
 
+def test_drafting_for_a_recurrent_state_is_refused_before_the_first_prefill(
+    llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target("qwen3_next")
+    monkeypatch.setattr(target, "forward", None)
+    wanted = (
+        "Qwen3NextForCausalLM has layers of full_attention, linear_attention: what linear_attention keeps cannot be "
+        "taken back .*takes layers of full_attention, sliding_attention, chunked_attention; .*"
+        "headstart eval engine=vllm"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        decode(target, always(llama))
+
+
 def filled(target: Target, sliding: bool) -> RowCache:
     """Two rows, the second with one column of padding, then three new columns; keys hold 10 * row + column."""
     cache = RowCache(target.model, torch.tensor([[1, 1], [0, 1]]))

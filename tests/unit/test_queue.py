@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ import torch
 import data.features
 import data.queue
 from checkpoints.files import read_json, sha256_file, write_json
-from data.collate import Collate, Plan
+from data.collate import Collate, Plan, production_order
 from data.conversations import Conversation
+from data.convert import convert
 from data.features import FeatureStore, capture, new_header, observe
 from data.layout import StoreSettings
 from data.module import BatchSettings, PackedData
-from data.queue import Producer, QueueSettings, QueueSource, living, production_order, queue_header
+from data.queue import Producer, QueueSettings, QueueSource, living, queue_header
 from data.target import Target
 from tests.doubles import VOCAB_SIZE, tiny_target
+from training.train import feature_source
 
 LAYERS = (0, 3)
 SHARD = 4000
@@ -107,7 +110,7 @@ def test_two_producers_share_the_work_and_training_sees_what_a_store_gives(targe
     assert source.store.truth is not None
     assert source.store.truth >= 0.99
     whole = FeatureStore.open(tmp_path / "queue", target.identity, parts=target.parts)
-    assert sorted(whole.ids) == sorted(one.id for one in rows)
+    assert whole.ids == [one.id for one in rows]
     assert list((tmp_path / "queue").glob("claim-*")) == []
     assert list((tmp_path / "queue").glob("producer-*")) == []
     source.close()
@@ -191,18 +194,95 @@ def test_a_living_producer_keeps_its_claim(target: Target, tmp_path: Path) -> No
     assert one._next() == 1
 
 
-def test_of_two_takers_of_a_dead_claim_one_has_it(
+def test_of_several_takers_of_a_dead_claim_one_has_it(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between our look at the dead claim and its renaming, another took it: ours to rename is the other's new one."""
-    claim, real = tmp_path / "claim-00001.json", data.queue.age
-    claim.write_text(json.dumps({"process": "other"}))
-    monkeypatch.setattr(data.queue, "age", lambda path, folder: 600.0 if path == claim else real(path, folder))
+    """All have seen the dead claim; the first takes it over while the second still looks, and a third comes in whenever
+    the second has moved a file."""
     said: list[str] = []
-    assert not producer(target, tmp_path, said)._take(1)
-    assert read_json(claim) == {"process": "other"}
-    assert list(tmp_path.glob(".dead-*")) == []
-    assert said == []
+    first, second, third = (producer(target, tmp_path, said) for _ in range(3))
+    first.name, second.name, third.name = "first", "second", "third"
+    claim, real_age, real_rename = tmp_path / "claim-00001.json", data.queue.age, os.rename
+    claim.write_text(json.dumps({"process": "dead"}))
+    os.utime(claim, (time.time() - 600, time.time() - 600))
+    holders: list[Producer] = []
+
+    def try_it(one: Producer) -> None:
+        holders.extend([one] if one._take(1) else [])
+
+    def look(path: Path, folder: Path) -> float | None:
+        old = real_age(path, folder)
+        if path == claim:
+            monkeypatch.setattr(data.queue, "age", real_age)
+            try_it(first)
+        return old
+
+    def move(source: Any, place: Any) -> None:
+        real_rename(source, place)
+        if holders == [first]:
+            try_it(third)
+
+    monkeypatch.setattr(data.queue, "age", look)
+    monkeypatch.setattr(os, "rename", move)
+    try_it(second)
+    try_it(third)
+    assert holders == [first]
+    assert read_json(tmp_path / "claim-00001-1.json") == {"process": "first"}
+    assert len(said) == 1
+    assert "producer dead was silent" in said[0]
+
+
+def test_a_producer_that_was_overtaken_leaves_the_shard(target: Target, tmp_path: Path) -> None:
+    """It slept for longer than silent_s; the one that took its shard over then dies, and it takes it back."""
+    said: list[str] = []
+    one = producer(target, tmp_path, said)
+    make, other = one.make, tmp_path / "claim-00000-1.json"
+
+    def slow(start: int, stop: int) -> Any:
+        if start == 0 and not other.exists():
+            other.write_text(json.dumps({"process": "other"}))
+            os.utime(other, (time.time() - 600, time.time() - 600))
+        return make(start, stop)
+
+    one.make = slow
+    assert one.run() == len(one.plan)
+    assert len(said) == 1
+    assert "producer other was silent for 6" in said[0]
+    assert list(tmp_path.glob("claim-*")) == []
+    assert len(FeatureStore.open(tmp_path, target.identity, parts=target.parts)) == 16
+
+
+def test_a_finished_queue_is_a_store(target: Target, tmp_path: Path) -> None:
+    """In the conversations' own order: for training with features=store and for converting."""
+    rows = conversations()
+    producer(target, tmp_path / "features", seed=5).run()
+    assert production_order(16, 5) != list(range(16))
+    drafter: Any = SimpleNamespace(needs=SimpleNamespace(layers=LAYERS))
+    source = feature_source(BatchSettings(), tmp_path, target, drafter, rows)
+    assert source.ids == [one.id for one in rows]
+    for index, sample in enumerate(source.samples(range(16))):
+        assert (sample.id, sample.tokens.tolist()) == (rows[index].id, rows[index].tokens)
+    assert feature_source(BatchSettings(), tmp_path, target, drafter, rows[:3]).ids == ["row-0", "row-1", "row-2"]
+    changed = [*rows[:-1], Conversation("row-15", "chat", rows[0].tokens, rows[0].turns)]
+    for others in (rows[::-1], changed):
+        with pytest.raises(ValueError, match=r"the features are not those of conversations\.jsonl"):
+            feature_source(BatchSettings(), tmp_path, target, drafter, others)
+    made = convert(target, tmp_path / "features", tmp_path / "int8", "int8")
+    assert "queue" not in made.header
+    assert made.holds(rows)
+    assert made.ids == [one.id for one in rows]
+    plain = capture(target, rows, LAYERS, tmp_path / "plain", batch_tokens=64)
+    torch.testing.assert_close(made[7].aux, plain[7].aux, atol=0.05, rtol=0.05)
+    assert made[7].tokens.tolist() == rows[7].tokens
+
+
+def test_a_freed_queue_is_no_store(target: Target, tmp_path: Path) -> None:
+    one = producer(target, tmp_path, ahead=100, free=True)
+    one.run()
+    write_json(tmp_path / "reader-stays.json", {"passed": 2, "wants": 2})
+    one._free()
+    with pytest.raises(ValueError, match="shard-00000.safetensors in .* was freed once it had been read"):
+        FeatureStore.open(tmp_path)
 
 
 def test_a_shards_checksum_is_of_what_was_written(
@@ -287,7 +367,7 @@ def test_a_trainer_whose_producers_died_ends_with_their_names(target: Target, tm
     order = production_order(16, 0)
     source.samples([order[0]])
     with pytest.raises(RuntimeError, match=rf"shard 1 is missing and no producer lives: {name} \(silent for"):
-        source.samples([order[-1], next(i for i in order if source._shard_of[source._place[i]] == 1)])
+        source.samples([order[-1], next(i for i in order if source.store.shard_of(i) == 1)])
     source.close()
 
 

@@ -112,6 +112,22 @@ def test_a_foreign_file_is_refused_by_name(target: Target, tmp_path: Path, what:
         kept(path, target, QUESTIONS[:1], [0], 2)
 
 
+def test_a_target_with_a_recurrent_state_is_recorded() -> None:
+    """Nothing is taken back without a drafter."""
+    target = tiny_target("qwen3_next")
+    told: list[tuple[int, int]] = []
+    made = record_answers(target, QUESTIONS, 6, batch_size=2, watch=lambda ended, tokens: told.append((ended, tokens)))
+    for question, answer in zip(QUESTIONS, made.answers, strict=True):
+        text = list(question.ids)
+        for token in answer:
+            assert token == int(target.model(torch.tensor([text])).logits[0, -1].argmax())
+            text.append(token)
+        assert len(answer) == 6 or answer[-1] in target.eos_ids
+    assert sorted(told) == sorted((1, len(answer)) for answer in made.answers)
+    with pytest.raises(ValueError, match="prompt 0 has 4 tokens; with max_new_tokens 509 .* the target has 512"):
+        record_answers(target, QUESTIONS, 509)
+
+
 def test_other_files_are_refused(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "answers.safetensors"
     write_tensors(path, {"x": torch.zeros(1)})

@@ -101,6 +101,31 @@ def test_a_routers_bias_is_part_of_identity_and_last_block() -> None:
     assert weights_fingerprint(target.model) != before
 
 
+def fingerprint_of_bfloat16(model: nn.Module) -> str:
+    """The fingerprint as it was before values were rounded: stores of bfloat16 checkpoints hold these."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.named_parameters()):
+        bits = value.detach().float().contiguous().view(torch.int32).reshape(-1)
+        digest.update(f"{name} {tuple(value.shape)} {int(bits.sum(dtype=torch.int64))}".encode())
+        digest.update(bits[:: max(1, bits.numel() // 4096)].numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+def test_weights_have_one_fingerprint_in_every_dtype(stored: str) -> None:
+    """Of a checkpoint in `stored`; loading it in float16 would change what the other two hold."""
+    kept = tiny_model(initializer_range=0.5).to(getattr(torch, stored))
+    loaded = {
+        dtype: weights_fingerprint(tiny_model(initializer_range=0.5).to(kept.dtype).to(dtype))
+        for dtype in (torch.bfloat16, torch.float32, kept.dtype)
+    }
+    assert len(set(loaded.values())) == 1, loaded
+    if stored == "bfloat16":
+        assert loaded[torch.float32] == fingerprint_of_bfloat16(kept)
+    other = tiny_model(initializer_range=0.5, seed=1).to(kept.dtype)
+    assert weights_fingerprint(other) not in loaded.values()
+
+
 def test_a_scale_the_config_does_not_declare_is_refused() -> None:
     model = tiny_model("granite")
     model.config.logits_scaling, model.logits_scaling = 1.0, 4.0
