@@ -96,7 +96,7 @@ def in_words(hint: Any) -> str:
     if kind is Literal:
         return " or ".join(map(str, inner))
     named = KINDS[kind][0] if kind in KINDS else str(hint)
-    return f"{named} of {in_words(inner[-1])}" if kind is list and inner and inner[0] is not Any else named
+    return f"{named} (each {in_words(inner[-1])})" if kind is list and inner and inner[0] is not Any else named
 
 
 def _as_option(where: str, value: Any) -> str:

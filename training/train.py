@@ -90,7 +90,7 @@ class TrainerSettings:
     accumulate: int = 1
     precision: str = "auto"
     accelerator: str = "auto"
-    devices: int | str = 1
+    devices: int | str | list[int] = 1
     num_nodes: int = 1
     strategy: Any = "auto"
     checkpoint_every: int = 200
