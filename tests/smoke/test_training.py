@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 import drafters
 from checkpoints.files import read_json, read_tensors
+from checkpoints.lock import LOCK
 from data.features import FeatureStore
 from data.module import BatchSettings, OnlineSource, PackedData, StoreSource
 from data.target import Target
@@ -69,14 +70,19 @@ def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path, own_drafts
     assert torch.load(last, weights_only=False)["global_step"] == 12
 
 
+def stamps(out: Path) -> dict[Path, int]:
+    """When each file of a run was written; its lock, which every start takes, aside."""
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != LOCK}
+
+
 def test_resume_with_other_settings_is_refused(prepared, tmp_path):
     """By name, with what to type to go on, before anything in the folder changes."""
     train(prepared, tmp_path, **{"trainer.max_steps": 1})
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()}
+    before = stamps(tmp_path)
     wanted = r"batch\.anchor_multiple None is now 8; .*optimizer\.lr .* is now 1e-05; batch\.anchor_multiple=null .*"
     with pytest.raises(ValueError, match=wanted + r"optimizer\.lr=0\.\d+ goes on with them"):
         train(prepared, tmp_path, **{"trainer.max_steps": 1, "optimizer.lr": 1e-5, "batch.anchor_multiple": 8})
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()} == before
+    assert stamps(tmp_path) == before
 
 
 def test_other_spellings_of_the_same_folders_resume(prepared, tmp_path, monkeypatch):
@@ -244,12 +250,12 @@ def test_resume_on_other_data_is_refused(prepared, tmp_path):
     shutil.copytree(prepared, folder)
     words = {"trainer.max_steps": 1, "batch.features": "online", "target.name": folder / "target"}
     train(folder, out, **words)
-    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.is_file()}
+    before = stamps(out)
     path = folder / "conversations.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
     with pytest.raises(ValueError, match=r"fingerprint\.data"):
         train(folder, out, **words)
-    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.is_file()} == before
+    assert stamps(out) == before
     with pytest.raises(ValueError, match=r"limit None is now 8; limit=null goes on"):
         train(folder, out, **words | {"limit": 8})
     with pytest.raises(ValueError, match="limit must be at least 1 or null, got -1"):
