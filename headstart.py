@@ -8,6 +8,7 @@ Each entry also runs as a module: `python -m training.train ...`.
 
 import importlib
 import importlib.util
+import inspect
 import linecache
 import os
 import shutil
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,23 +76,31 @@ def main() -> None:
     sys.argv = [f"headstart {command}", *words]
     if command in ("demo", "export"):
         sys.argv.append(f"hydra.job.name={command}")
-        reported(command, {"demo": demo, "export": export}[command])
+        start(command, {"demo": demo, "export": export}[command])
     else:
         # Training's room measures training steps; everything else of `bench` is eval's.
         module = "training.bench" if command == "bench" and "action=train" in words else ENTRIES[command][0]
         # Lightning starts further ranks by what __main__ says it is: `python -m MODULE` with the words that are left.
         sys.modules["__main__"].__spec__ = importlib.util.find_spec(module)
-        reported(command, importlib.import_module(module).main)
+        start(command, importlib.import_module(module).main)
 
 
-def reported(command: str, entry: Callable[[], Any]) -> None:
-    """Run an entry. An error of what the user gave ends it with one line and exit status 2; any other keeps its
-    traceback, and so do all under HYDRA_FULL_ERROR=1."""
+def start(command: str, entry: Callable[[], Any]) -> None:
+    """Run an entry as the Hydra app that it is, with short errors, of its task before Hydra says a word of them."""
+    task = short_errors(command)(inspect.unwrap(entry))
+    with short_errors(command):
+        hydra.main(version_base="1.3", config_path="pkg://conf", config_name=command)(task)()
+
+
+@contextmanager
+def short_errors(command: str) -> Iterator[None]:
+    """An error of what the user gave ends the command with one line and exit status 2; any other keeps its traceback,
+    and so do all under HYDRA_FULL_ERROR=1."""
     full = os.environ.get(FULL) == "1" and SHORT not in os.environ
     before = {name: os.environ.get(name) for name in (FULL, SHORT)}
     os.environ.update({FULL: "1"} if full else {FULL: "1", SHORT: "1"})  # let Hydra pass errors on as they are
     try:
-        entry()
+        yield
     except Exception as error:
         said = None if full else mistake(error)
         if said is None:

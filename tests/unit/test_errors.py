@@ -63,15 +63,22 @@ def test_full_errors_are_asked_for_by_the_environment(monkeypatch, tmp_path):
         headstart.main()
 
 
-def test_a_command_started_by_a_command_is_short_too(monkeypatch, capsys):
+def test_a_command_started_by_a_command_is_short_too(capsys):
     """The demo's stages inherit what was set for Hydra alone."""
 
     def stage() -> None:
-        headstart.reported("train", lambda: complete(OmegaConf.create({"a": "???"})))
+        assert os.environ[headstart.FULL] == "1"
+        with headstart.short_errors("train"):
+            complete(OmegaConf.create({"a": "???"}))
 
     with pytest.raises(SystemExit):
-        headstart.reported("demo", stage)
+        headstart.short_errors("demo")(stage)()
     assert capsys.readouterr().err == "headstart train: a needs a value: a=...\n"
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(KeyError), headstart.short_errors("train"):
+        {}["x"]
 
 
 def slip() -> None:
