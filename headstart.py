@@ -26,7 +26,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
@@ -52,8 +52,8 @@ FIRST_WORDS = {
 }
 SOURCES = (".py", ".yaml", ".jsonl")
 ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
-# What a path that the user gave raises wherever it is opened.
-PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+# What a path or an interpolation that the user gave raises wherever it is read.
+GIVEN = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, InterpolationResolutionError)
 FULL = "HYDRA_FULL_ERROR"  # 1: every error with its traceback, unless
 SHORT = "HEADSTART_SHORT_ERRORS"  # is set: then it is there for Hydra alone, also in the commands that this one starts
 
@@ -123,7 +123,7 @@ def mistake(error: BaseException) -> str | None:
         if cause is not None and not isinstance(cause, OmegaConfBaseException | HydraException):
             return mistake(cause)
         return " ".join(f"{error} {cause or ''}".split())
-    if isinstance(error, PATHS) or (isinstance(error, ValueError) and on_purpose(error)):
+    if isinstance(error, GIVEN) or (isinstance(error, ValueError) and on_purpose(error)):
         return " ".join(str(error).split())
     return None
 

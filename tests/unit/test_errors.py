@@ -105,6 +105,7 @@ def instantiated() -> None:
         (lambda: {}["x"], None),
         (lambda: Path("/nowhere").read_bytes(), "[Errno 2] No such file or directory: '/nowhere'"),
         (lambda: OmegaConf.create({"a": {"b": "???"}}).a.b, "a.b needs a value: a.b=..."),
+        (lambda: OmegaConf.create({"a": "${b}"}).a, "Interpolation key 'b' not found full_key: a object_type=dict"),
         (instantiated, "a needs a value: a=..."),
     ],
 )
