@@ -9,24 +9,44 @@ import os
 import platform
 import subprocess
 import sys
+import types
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.files import write_json
 from checkpoints.redact import without_secrets
 
 T = TypeVar("T")
+# What a setting of a type is called where it is refused, and what it may be; a bool is no number.
+KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    bool: ("true or false", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    str: ("text", (str,)),
+    list: ("a list", (list, tuple)),
+    dict: ("a mapping", (Mapping,)),
+    types.NoneType: ("null", (types.NoneType,)),
+}
 PACKAGES = ("torch", "lightning", "transformers", "datasets", "accelerate", "hydra-core", "safetensors", "wandb")
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def settings(cls: type[T], config: DictConfig | dict[str, Any], where: str) -> T:
-    """Build dataclass `cls` from one config group. ValueError names unknown and missing keys, and where they stand."""
-    plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
-    values = cast(dict[str, Any], plain)
+    """Build dataclass `cls` from one config group. ValueError names unknown and missing keys, values of another type
+    than the field's, and where they stand."""
+    if isinstance(config, DictConfig):
+        complete(config)
+    elif not isinstance(config, Mapping):
+        raise ValueError(f"{where} must be a mapping of keys, got {config!r}{_as_option(where, config)}")
+    values = {
+        str(name): OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for name, value in config.items()
+    }
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(known))
     if unknown:
@@ -39,7 +59,51 @@ def settings(cls: type[T], config: DictConfig | dict[str, Any], where: str) -> T
     missing = sorted(set(required) - set(values))
     if missing:
         raise ValueError(f"missing key(s) in {where}: {', '.join(missing)}")
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if not fits(value, hints[name]):
+            raise ValueError(f"{where}.{name} must be {in_words(hints[name])}, got {value!r}")
     return cls(**values)
+
+
+def complete(config: DictConfig) -> None:
+    """ValueError names every value that only the user can give, and how."""
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        verb = "needs a value" if len(missing) == 1 else "need values"
+        raise ValueError(f"{', '.join(missing)} {verb}: {' '.join(f'{key}=...' for key in missing)}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value may stand in a field of this type; types that no yaml can hold are left to their class."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if kind is Literal:
+        return value in inner
+    if kind not in KINDS:
+        return True
+    if not isinstance(value, KINDS[kind][1]) or (isinstance(value, bool) and kind in (int, float)):
+        return False
+    held = value.values() if kind is dict else value if kind is list else ()
+    return all(fits(one, inner[-1]) for one in held) if inner else True
+
+
+def in_words(hint: Any) -> str:
+    """A field's type for a user."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        return " or ".join(map(in_words, inner))
+    if kind is Literal:
+        return " or ".join(map(str, inner))
+    named = KINDS[kind][0] if kind in KINDS else str(hint)
+    return f"{named} (each {in_words(inner[-1])})" if kind is list and inner and inner[0] is not Any else named
+
+
+def _as_option(where: str, value: Any) -> str:
+    """How to choose an option of a group that stands under another name, as data does under heldout."""
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    groups = [group for group in choices if str(group).endswith(f"@{where}")]
+    return "".join(f"; {group}={value} chooses an option" for group in groups)
 
 
 def known_groups(config: DictConfig, *names: str) -> None:

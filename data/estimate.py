@@ -88,11 +88,13 @@ def size_table(
     """Bytes a token and in all of each way, `asked` first. rows: the data; None: `sizes` alone.
 
     Numbers alone know no prefixes; without answer_share nor answers, so those ways are left out. ValueError when
-    neither rows nor tokens are given.
+    neither rows nor tokens are given, or the rows are none.
     """
     if rows is None and sizes.tokens is None:
         raise ValueError("estimate=true needs data, or sizes.tokens: positions in all")
     tokens = sum(len(one.tokens) for one in rows) if rows is not None else int(sizes.tokens or 0)
+    if tokens < 1:
+        raise ValueError("nothing to estimate: the data hold no prompt or conversation that is kept")
     ways = [asked, *(way for way in WAYS if way != asked)]
     if rows is not None or sizes.answer_share is not None:
         ways += [replace(way, teacher_at="answers") for way in WAYS if not way.topk and way.last == "auto"]

@@ -63,9 +63,17 @@ class Journal:
 
 def check_header(found: Any, wanted: dict[str, Any], path: Path) -> None:
     """ValueError naming what differs between the run that wrote a file and this one."""
-    wanted = json.loads(json.dumps(wanted))
-    if found != wanted:
-        there = found if isinstance(found, dict) else {}
+    wanted = _by_fingerprint(json.loads(json.dumps(wanted)))
+    there = _by_fingerprint(found) if isinstance(found, dict) else {}
+    if there != wanted:
         keys = sorted(set(wanted) | set(there))
         differ = [f"{k}: {there.get(k)!r} there, {wanted.get(k)!r} here" for k in keys if there.get(k) != wanted.get(k)]
         raise ValueError(f"{path} was begun by another run ({'; '.join(differ)}); remove it or choose another path")
+
+
+def _by_fingerprint(header: dict[str, Any]) -> dict[str, Any]:
+    """A header whose target is what its fingerprints say, under whatever name and revision it was opened."""
+    target = header.get("target")
+    if not isinstance(target, dict) or not target.get("weights"):
+        return header
+    return header | {"target": {key: value for key, value in target.items() if key not in ("name", "revision")}}

@@ -3,13 +3,15 @@
 import os
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from data.module import Steps
-from training import keeper, module
+from training import marks, module
+from training.acceptance import AcceptanceCallback
 
 
 def watch(seen: dict[str, list[Any]]) -> None:
@@ -63,8 +65,19 @@ def signalled_at_step_3(rank: int) -> None:
 
 def other_seed_on_rank_1(rank: int) -> None:
     """Rank 1 was started with other settings."""
-    plain = keeper.plain
-    keeper.plain = lambda config: plain(config) | ({"seed": 99} if rank == 1 else {})
+    plain = marks.plain
+    marks.plain = lambda config: plain(config) | ({"seed": 99} if rank == 1 else {})
+
+
+def other_taus_on_rank_1(rank: int) -> None:
+    """Every measurement is better than the one before on rank 0, and worse on rank 1."""
+    plain = AcceptanceCallback.measure
+
+    def measure(self: AcceptanceCallback, drafter: Any) -> Any:
+        made = plain(self, drafter)
+        return replace(made, tau=1.0 + len(self.history) if rank == 0 else 9.0 - len(self.history))
+
+    AcceptanceCallback.measure = measure  # type: ignore[method-assign]
 
 
 def out_of_memory_on_rank_1(rank: int) -> None:

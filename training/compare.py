@@ -39,7 +39,7 @@ from eval.passes import Pass
 from eval.progress import Watch
 from eval.recording import Recording, kept
 from eval.replayed import measure_replay
-from training.keeper import difference, plain
+from training.marks import difference, plain
 from training.train import read_prepared
 from training.train import run as train
 

@@ -12,36 +12,16 @@ from typing import Any, cast
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Timer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from checkpoints.files import write_json
 from checkpoints.folder import save_drafter
-from checkpoints.redact import without_secrets
 from training.acceptance import AcceptanceCallback
+from training.marks import marked, refuse_other
 from training.module import DrafterModule
-from training.ranks import agree, launched_outside
+from training.ranks import agree, all_gathered, launched_outside
 from training.sharded import gathered
-
-# How a run is carried out, not what it computes.
-FREE_TO_CHANGE = (
-    "resume",
-    "logger",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.accelerator",
-    "trainer.max_skipped",
-    "trainer.activations",
-    "target.device_map",
-    "target.tp_plan",
-    "batch.workers",
-    "trainer.progress",
-    "trainer.log_every",
-    "trainer.max_minutes",
-    "trainer.checkpoint_every",
-)
-
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send before they take the machine away
 STOPPED = 128 + signal.SIGTERM
@@ -104,7 +84,7 @@ class Keeper(Callback):
         every: int,
     ) -> None:
         self.out, self.acceptance, self.identity, self.data, self.every = out, acceptance, target_identity, data, every
-        self.config = without_secrets(plain(config)) | {f"fingerprint.{name}": value for name, value in run.items()}
+        self.config = marked(config, run)
         self.best: dict[str, Any] | None = None
         self._written = self._now(-1)
         self._stale: list[Path] = []
@@ -153,7 +133,9 @@ class Keeper(Callback):
             shutil.rmtree(self._stale.pop(), ignore_errors=True)
 
     def _keep_best(self, module: DrafterModule, writes: bool) -> None:
-        found = self.acceptance.history[-1]
+        mine = self.acceptance.history[-1]
+        # Ranks may measure a little differently, and gathering weights is work of all of them or none: rank 0 decides.
+        found = next(iter(all_gathered(mine)), mine)
         if self.best is not None and found["tau"] <= self.best["tau"]:
             return
         folder = self.out / f"best-{found['step']:08d}"
@@ -201,8 +183,7 @@ class Keeper(Callback):
         checkpoint["config"] = self.config
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if lines := difference(checkpoint["config"], self.config):
-            raise ValueError(f"the checkpoint was made with other settings: {'; '.join(lines)}; use another run folder")
+        refuse_other(checkpoint["config"], self.config, "the checkpoint")
 
 
 def ask_to_stop(module: DrafterModule, *_: Any) -> None:
@@ -236,24 +217,3 @@ def check_whole(path: Path) -> None:
         raise ValueError(
             f"{path} is damaged ({damaged}): give resume=PATH of a whole checkpoint, or resume=null in another folder"
         )
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The resolved config as {dotted key: value}."""
-
-    def walk(value: Any, path: str) -> dict[str, Any]:
-        if isinstance(value, dict) and value:
-            return {
-                k: v
-                for name, inner in value.items()
-                for k, v in walk(inner, f"{path}.{name}" if path else name).items()
-            }
-        return {path: value}
-
-    return walk(OmegaConf.to_container(config, resolve=True), "")
-
-
-def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Settings that changed and may not, one line each."""
-    keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(FREE_TO_CHANGE)]
-    return [f"{key} {old.get(key)!r} is now {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]

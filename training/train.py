@@ -24,16 +24,16 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from checkpoints.files import read_json
-from checkpoints.folder import load_drafter
+from checkpoints.folder import load_drafter, read_drafter
 from checkpoints.lock import launched_rank, only_run
-from checkpoints.run import known_groups, native_bf16, record, settings
+from checkpoints.run import complete, known_groups, native_bf16, record, settings
 from data.chat import Template
 from data.collate import Plan
-from data.conversations import Conversation, read_conversations, read_prompts, token_counts
+from data.conversations import Conversation, Prompt, read_conversations, read_prompts, token_counts
 from data.features import FeatureStore, conversations_fingerprint
 from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, StoreSource
 from data.queue import QueueSource
@@ -45,7 +45,8 @@ from eval.recording import Question, Recording, belongs, owner_of, record_answer
 from eval.replay import Trajectory
 from training.acceptance import AcceptanceCallback, AcceptanceSettings
 from training.activations import Kept, spare_activations
-from training.keeper import AtomicCheckpoints, Keeper, WindowTimer, difference, resume_point
+from training.keeper import AtomicCheckpoints, Keeper, WindowTimer, resume_point
+from training.marks import check_resumed, difference, plain
 from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
@@ -89,7 +90,7 @@ class TrainerSettings:
     accumulate: int = 1
     precision: str = "auto"
     accelerator: str = "auto"
-    devices: int | str = 1
+    devices: int | str | list[int] = 1
     num_nodes: int = 1
     strategy: Any = "auto"
     checkpoint_every: int = 200
@@ -119,10 +120,31 @@ class TrainerSettings:
         return "bf16-mixed" if native_bf16() else "32-true"
 
 
+@dataclass(frozen=True)
+class Given:
+    """What the config says, all of it checked, and the texts that it names: what can fail before a target is loaded."""
+
+    drafter: DrafterSettings
+    optimizer: OptimizerSettings
+    objective: Objective
+    trainer: TrainerSettings
+    batches: BatchSettings
+    accepting: AcceptanceSettings
+    forcing: SelfForcingSettings
+    heldout: SourceSettings
+    target: TargetSettings
+    stage: Stage | None
+    prepared: Path
+    prepared_as: dict[str, Any]
+    conversations: list[Conversation]
+    prompts: list[Prompt]
+
+
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="train")
 def main(config: DictConfig) -> None:
     """Train as configured; prints where the drafter lies."""
     known_groups(config, *GROUPS)
+    say("init", settings_of_init(config, HydraConfig.get().overrides.task))
     out = Path(HydraConfig.get().runtime.output_dir)
     found = run(config, out)
     Console().print(f"best tau {found['tau']:.3f} at step {found['step']}: {found['drafter']}", soft_wrap=True)
@@ -135,65 +157,120 @@ def run(config: DictConfig, out: Path) -> dict[str, Any]:
 
 
 def _run(config: DictConfig, out: Path) -> dict[str, Any]:
-    """The wiring, top to bottom."""
+    """The wiring, top to bottom. Nothing in `out` changes before a checkpoint there is known to be this run's."""
+    loggers = build_loggers(config.logger, out)
+    given = read_given(config)
+    resumed = resume_point(config.resume, out)
+    check_resumed(resumed, config)
     seed_everything(config.seed, verbose=False)
     torch.set_float32_matmul_precision("high")
     if torch.cuda.is_available():  # each rank of a node holds its own target
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0))
-    chosen = settings(DrafterSettings, config.drafter, "drafter")
-    optimizer = settings(OptimizerSettings, config.optimizer, "optimizer")
-    objective = settings(Objective, config.objective, "objective")
-    trainer_settings = settings(TrainerSettings, config.trainer, "trainer")
-    batches = settings(BatchSettings, config.batch, "batch")
-    accepting = settings(AcceptanceSettings, config.acceptance, "acceptance")
-    forcing = settings(SelfForcingSettings, config.self_forcing, "self_forcing")
-    heldout = settings(SourceSettings, config.heldout, "heldout")
-    if launched_rank() == 0:
-        keep_metrics(out)
-    loggers = build_loggers(config.logger, out)
-    target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
-    prepared, prepared_as = Path(config.prepared), read_prepared(Path(config.prepared))
-    if heldout.thinking is None:  # ask as the training data were asked
-        heldout = replace(heldout, thinking=prepared_as.get("thinking"))
-    conversations = first_conversations(prepared, config.limit)
-    drafter = build_drafter(chosen, target, conversations, config.init)
-    source = feature_source(batches, prepared, target, drafter, conversations)
+    target = Target.load(**asdict(given.target))
+    conversations, batches, steering = given.conversations, given.batches, given.trainer
+    drafter = build_drafter(given.drafter, target, conversations, config.init)
+    source = feature_source(batches, given.prepared, target, drafter, conversations)
     data = PackedData(source, batches, anchors=drafter.anchors_per_row)
-    if chosen.warm_start and config.init is None:
+    if given.drafter.warm_start and config.init is None:
         warm_start(drafter, target, data)
-    if chosen.stage is not None:
-        say("stage", begin(drafter, settings(Stage, chosen.stage, "drafter.stage"), target))
-    steps = planned_steps(trainer_settings, data.plan, [one.answer_tokens for one in conversations])
-    data.total = steps * trainer_settings.accumulate
-    own_drafts = SelfForcing(target, forcing, lambda step: data.steps[step]) if forcing.share else None
-    skipping = trainer_settings.max_skipped
-    module = DrafterModule(drafter, target.parts, objective, optimizer, steps, own_drafts, skipping)
-    recorded = held_out(heldout, target, drafter, accepting, out / "heldout.safetensors")
-    acceptance = AcceptanceCallback(recorded, accepting)
-    declared = {"prepared": prepared_as, "conversations": len(conversations)}
-    if isinstance(source, QueueSource):
-        source.follow(data.plan, data.total)
-    if isinstance(source, StoreSource | QueueSource):
-        held = check_store(source.store, batches.precision, drafter, objective, forcing.share > 0)
-        truth = "none yet" if source.store.truth is None else f"{source.store.truth:.2%}"
-        declared["features"] = {"holds": held, "truth": truth}
-        say("features", [f"{held}; check 4 on {truth} of a sample"])
+    if given.stage is not None:
+        say("stage", begin(drafter, given.stage, target))
+    steps = planned_steps(steering, data.plan, [one.answer_tokens for one in conversations])
+    data.total = steps * steering.accumulate
+    own_drafts = SelfForcing(target, given.forcing, lambda step: data.steps[step]) if given.forcing.share else None
+    module = DrafterModule(
+        drafter, target.parts, given.objective, given.optimizer, steps, own_drafts, steering.max_skipped
+    )
     marks = {
         "target": target.identity["weights"],
         "data": conversations_fingerprint(conversations),
         "vocabulary": drafter.vocabulary.fingerprint,
     }
+    check_resumed(resumed, config, marks)
+    if launched_rank() == 0:
+        keep_metrics(out)
+    recorded = held_out(given, target, drafter, out / "heldout.safetensors")
+    acceptance = AcceptanceCallback(recorded, given.accepting)
+    declared = {"prepared": given.prepared_as, "conversations": len(conversations)}
+    if isinstance(source, QueueSource):
+        source.follow(data.plan, data.total)
+    if isinstance(source, StoreSource | QueueSource):
+        declared["features"] = checked_store(source.store, given, drafter)
     if launched_rank() == 0:
         record(out, config, target=target.identity, prepared=declared, run=marks)
-    keeper = Keeper(out, config, acceptance, target.identity, declared, marks, trainer_settings.checkpoint_every)
-    trainer = build_trainer(trainer_settings, optimizer, loggers, out, [acceptance, keeper], steps)
-    module.activations = trainer_settings.activations
+    keeper = Keeper(out, config, acceptance, target.identity, declared, marks, steering.checkpoint_every)
+    trainer = build_trainer(steering, given.optimizer, loggers, out, [acceptance, keeper], steps)
+    module.activations = steering.activations
     spare_activations(drafter, module.activations)
-    module.autocast = sharded(trainer.strategy) and trainer_settings.resolved_precision() == "bf16-mixed"
-    trainer.fit(module, datamodule=data, ckpt_path=resume_point(config.resume, out), weights_only=True)
+    module.autocast = sharded(trainer.strategy) and steering.resolved_precision() == "bf16-mixed"
+    trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
     if isinstance(source, QueueSource):
         source.close()
     return keeper.finish(trainer)
+
+
+def read_given(config: DictConfig) -> Given:
+    """Everything that the config says or names, but for the target and heads. ValueError names what is missing or not
+    allowed."""
+    complete(config)
+    chosen = settings(DrafterSettings, config.drafter, "drafter")
+    prepared = Path(config.prepared)
+    prepared_as = read_prepared(prepared)
+    heldout = settings(SourceSettings, config.heldout, "heldout")
+    if heldout.thinking is None:  # ask as the training data were asked
+        heldout = replace(heldout, thinking=prepared_as.get("thinking"))
+    return Given(
+        drafter=chosen,
+        optimizer=settings(OptimizerSettings, config.optimizer, "optimizer"),
+        objective=settings(Objective, config.objective, "objective"),
+        trainer=settings(TrainerSettings, config.trainer, "trainer"),
+        batches=settings(BatchSettings, config.batch, "batch"),
+        accepting=settings(AcceptanceSettings, config.acceptance, "acceptance"),
+        forcing=settings(SelfForcingSettings, config.self_forcing, "self_forcing"),
+        heldout=heldout,
+        target=settings(TargetSettings, config.target, "target"),
+        stage=None if chosen.stage is None else settings(Stage, chosen.stage, "drafter.stage"),
+        prepared=prepared,
+        prepared_as=prepared_as,
+        conversations=first_conversations(prepared, config.limit),
+        prompts=read_prompts(heldout, "heldout"),
+    )
+
+
+def checked_store(store: FeatureStore, given: Given, drafter: Drafter) -> dict[str, str]:
+    """What the store holds and how true it is, said and returned. ValueError when this run cannot learn from it."""
+    held = check_store(store, given.batches.precision, drafter, given.objective, given.forcing.share > 0)
+    truth = "none yet" if store.truth is None else f"{store.truth:.2%}"
+    say("features", [f"{held}; check 4 on {truth} of a sample"])
+    return {"holds": held, "truth": truth}
+
+
+def settings_of_init(config: DictConfig, typed: Sequence[str]) -> list[str]:
+    """Put the settings of the head in `init` in place of those of drafter.model, and say which; nothing without init.
+
+    typed: overrides of this command. A setting typed by hand stays, and is refused later should the head have another.
+    ValueError when the head is of another class than drafter.model.
+    """
+    if config.init is None:
+        return []
+    declared = read_drafter(Path(config.init)).declared
+    module = str(config.drafter.model.get("_target_")).rpartition(".")[0]
+    if module != f"drafters.{declared.architecture}":
+        own = declared.architecture
+        raise ValueError(
+            f"init {config.init} holds a head of drafters.{own}, drafter.model is of {module}: drafter={own}"
+        )
+    by_hand = [word.lstrip("+~").split("=")[0] for word in typed]
+    before = plain(config.drafter.model)
+    for name, value in declared.settings.items():
+        key = f"drafter.model.{name}"
+        if "drafter.model" not in by_hand and key not in by_hand:
+            parts = {part: OmegaConf.select(config, part) for part in by_hand if part.startswith(f"{key}.")}
+            for place, own in ({key: value} | parts).items():
+                OmegaConf.update(config, place, own, merge=False, force_add=True)
+    after = plain(config.drafter.model)
+    stated = [name for name, value in before.items() if value is not None and name in after]
+    return difference(*({name: one[name] for name in stated} for one in (before, after)))
 
 
 def planned_steps(chosen: TrainerSettings, plan: Plan, answer_tokens: Sequence[int]) -> int:
@@ -218,7 +295,8 @@ def build_drafter(
 ) -> Drafter:
     """The drafter on the target's device, with its draft vocabulary from the training answers.
 
-    init: a drafter folder to train on from, its draft vocabulary included, made with the same drafter.model.
+    init: a drafter folder to train on from, its draft vocabulary included. ValueError when its settings are not those
+    of drafter.model.
     """
     parts = target.parts
     known = load_drafter(Path(init), parts, torch.float32) if init else None
@@ -268,7 +346,8 @@ def go_on_from(drafter: Drafter, known: Drafter, where: str) -> None:
     """Take a trained head's tensors. ValueError names settings in which the two differ."""
     mine, other = ({"class": type(one).__name__} | one.settings() for one in (drafter, known))
     if lines := difference(other, mine):
-        raise ValueError(f"{where} was made with other settings of drafter.model: {'; '.join(lines)}")
+        onward = "give the head's own values, or leave these keys out of the command"
+        raise ValueError(f"{where} was made with other settings of drafter.model: {'; '.join(lines)}; {onward}")
     drafter.load_state_dict(known.state_dict())
 
 
@@ -298,21 +377,19 @@ def feature_source(
     return source
 
 
-def held_out(
-    source: SourceSettings, target: Target, drafter: Drafter, chosen: AcceptanceSettings, cache: Path
-) -> list[Trajectory]:
+def held_out(given: Given, target: Target, drafter: Drafter, cache: Path) -> list[Trajectory]:
     """The target's greedy answers to held-out prompts, spread evenly over domains, with features.
 
     cache: file that keeps the answers' tokens, so that a resumed run does not decode them again; one of other prompts,
     another length or target is written anew.
     """
-    prompts = read_prompts(source, "heldout")
+    chosen = given.accepting
     by_domain: dict[str, list[Any]] = {}
-    for prompt in prompts:
+    for prompt in given.prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt)
     share = max(1, chosen.prompts // max(1, len(by_domain)))
     kept = [prompt for group in by_domain.values() for prompt in group[:share]]
-    template = Template(target.tokenizer, source.thinking, target.eos_ids)
+    template = Template(target.tokenizer, given.heldout.thinking, target.eos_ids)
     questions = [Question(one.domain, template.prompt(one.messages)) for one in kept]
     owner = owner_of(target, questions, chosen.max_new_tokens)
     if belongs(cache, owner):

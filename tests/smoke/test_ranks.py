@@ -118,6 +118,15 @@ def test_a_rank_with_other_settings_is_refused(prepared, tmp_path):
     assert "rank 1 of 2 runs something else: seed: 99 there, 0 on rank 0" in ranks.words(tmp_path, 0)
 
 
+def test_rank_0_says_which_drafter_is_best(prepared, tmp_path):
+    """Every rank takes part in gathering the best weights or none does, whatever each measured."""
+    words = two(prepared, **{"acceptance.every": 2})
+    codes = ranks.finish(ranks.start(tmp_path, words, 2, "other_taus_on_rank_1"), WAIT)
+    assert codes == [0, 0], ranks.words(tmp_path, 0) + ranks.words(tmp_path, 1)
+    assert [ranks.seen(tmp_path, rank)["tau"] for rank in (0, 1)] == [[3.0], [3.0]]
+    assert [path.name for path in tmp_path.glob("best-*")] == [f"best-{STEPS:08d}"]
+
+
 def test_fsdp2_is_the_same_run(prepared, alone, tmp_path):
     """Sharded weights and optimizer; its checkpoint is an ordinary one."""
     words = two(prepared, trainer="fsdp2")

@@ -2,6 +2,7 @@
 two files."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +18,14 @@ from omegaconf import OmegaConf
 
 import drafters
 from checkpoints.files import read_json, read_tensors
+from checkpoints.lock import LOCK
 from data.features import FeatureStore
 from data.module import BatchSettings, OnlineSource, PackedData, StoreSource
 from data.target import Target
 from tests import checks
 from tests.prepared import LAYERS, overrides, prepare_tiny, trace, train
 from training.keeper import WindowTimer
-from training.train import run
+from training.train import run, settings_of_init
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,28 @@ def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path, own_drafts
     assert torch.load(last, weights_only=False)["global_step"] == 12
 
 
+def stamps(out: Path) -> dict[Path, int]:
+    """When each file of a run was written; its lock, which every start takes, aside."""
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != LOCK}
+
+
 def test_resume_with_other_settings_is_refused(prepared, tmp_path):
-    train(prepared, tmp_path)
-    with pytest.raises(ValueError, match=r"optimizer\.lr"):
-        train(prepared, tmp_path, **{"optimizer.lr": 1e-5})
+    """By name, with what to type to go on, before anything in the folder changes."""
+    train(prepared, tmp_path, **{"trainer.max_steps": 1})
+    before = stamps(tmp_path)
+    wanted = r"batch\.anchor_multiple None is now 8; .*optimizer\.lr .* is now 1e-05; batch\.anchor_multiple=null .*"
+    with pytest.raises(ValueError, match=wanted + r"optimizer\.lr=0\.\d+ goes on with them"):
+        train(prepared, tmp_path, **{"trainer.max_steps": 1, "optimizer.lr": 1e-5, "batch.anchor_multiple": 8})
+    assert stamps(tmp_path) == before
+
+
+def test_other_spellings_of_the_same_folders_resume(prepared, tmp_path, monkeypatch):
+    out, linked = tmp_path / "run", tmp_path / "linked"
+    train(prepared, out, **{"trainer.max_steps": 1})
+    linked.symlink_to(prepared)
+    monkeypatch.chdir(prepared)
+    words = {"prepared": "./", "target.name": f"{linked}/target/", "heldout.path": "heldout.jsonl"}
+    assert train(prepared, out, **{"trainer.max_steps": 1} | words)["step"] == 1
 
 
 def test_a_trained_head_is_trained_on(prepared, tmp_path):
@@ -85,6 +105,30 @@ def test_a_trained_head_is_trained_on(prepared, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ValueError, match=r"init .*drafter was made with other settings of drafter\.model: num_slots 3"):
         train(prepared, tmp_path / "third", **words | {"drafter.model.num_slots": 2})
+
+
+def test_a_head_brings_its_settings(prepared, tmp_path):
+    """init alone is enough; what is typed stays and must be the head's; another class is refused."""
+    train(prepared, tmp_path / "first", **{"trainer.max_steps": 1, "drafter.model.num_slots": 2})
+    head = tmp_path / "first" / "drafter"
+    plain = [word for word in overrides(prepared, **{"trainer.max_steps": 1}) if not word.startswith("drafter.model")]
+
+    def composed(*typed: str):
+        words = [*plain, f"init={head}", *typed]
+        config = checks.compose_config("train", *words)
+        return config, settings_of_init(config, words)
+
+    config, lines = composed()
+    assert "num_slots 7 is now 2" in lines
+    assert config.drafter.model.layers == LAYERS
+    assert run(config, tmp_path / "second")["tau"] >= 1.0
+    assert read_json(tmp_path / "second" / "run.json")["config"]["drafter"]["model"]["num_slots"] == 2
+    config, _ = composed("drafter.model.num_slots=4", "drafter.model.switches.fc_norm=true")
+    assert (config.drafter.model.num_slots, config.drafter.model.switches.fc_norm) == (4, True)
+    with pytest.raises(ValueError, match=r"num_slots 2 is now 4; .*give the head's own values"):
+        run(config, tmp_path / "third")
+    with pytest.raises(ValueError, match=r"holds a head of drafters\.eagle3, .*medusa: drafter=eagle3"):
+        composed("drafter=medusa")
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused(prepared, tmp_path):
@@ -201,9 +245,19 @@ def test_recipes_and_debug_modes_override_the_primary_config():
 
 
 def test_resume_on_other_data_is_refused(prepared, tmp_path):
-    train(prepared, tmp_path)
+    """Also where the settings are equal, and only the texts behind them are others; the folder stays as it was."""
+    folder, out = tmp_path / "prepared", tmp_path / "run"
+    shutil.copytree(prepared, folder)
+    words = {"trainer.max_steps": 1, "batch.features": "online", "target.name": folder / "target"}
+    train(folder, out, **words)
+    before = stamps(out)
+    path = folder / "conversations.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
     with pytest.raises(ValueError, match=r"fingerprint\.data"):
-        train(prepared, tmp_path, limit=8, **{"resume": "auto"})
+        train(folder, out, **words)
+    assert stamps(out) == before
+    with pytest.raises(ValueError, match=r"limit None is now 8; limit=null goes on"):
+        train(folder, out, **words | {"limit": 8})
     with pytest.raises(ValueError, match="limit must be at least 1 or null, got -1"):
         train(prepared, tmp_path / "other", limit=-1)
 

@@ -18,7 +18,7 @@ from data.answers import AnswerSettings, answer, request_seed
 from data.chat import Template
 from data.conversations import Prompt
 from data.decoding import Decoder, Request, next_tokens
-from data.journal import Journal
+from data.journal import Journal, check_header
 from drafters.sampling import Sampling
 from tests.doubles import CHAT_TEMPLATE, END_ID, tiny_model, tiny_target, tiny_tokenizer
 
@@ -315,3 +315,17 @@ def test_answer_settings_are_checked() -> None:
             AnswerSettings(**values)
     with pytest.raises(ValueError, match="unknown key.* in answers.server: url"):
         AnswerSettings(backend="server", server={"url": "x"}).server_settings()
+
+
+def test_a_target_is_known_by_its_weights_not_by_its_name(tmp_path: Path) -> None:
+    """A folder under another spelling goes on; other weights, or a target without a fingerprint, do not."""
+    wrote = {"sampling": 1, "target": {"name": "./a", "revision": None, "weights": "w", "vocab_size": 9}}
+    same = {"sampling": 1, "target": wrote["target"] | {"name": "/x/a", "revision": "1f"}}
+    with Journal(tmp_path / "j", wrote) as journal:
+        journal.append({"id": "one"})
+    with Journal(tmp_path / "j", same) as journal:
+        assert list(journal.rows) == ["one"]
+    with pytest.raises(ValueError, match="begun by another run \\(target: .*'weights': 'w'.*'weights': 'v'"):
+        check_header(wrote, {"sampling": 1, "target": same["target"] | {"weights": "v"}}, tmp_path / "j")
+    with pytest.raises(ValueError, match=r"'\./a'.*'b'"):
+        check_header({"target": {"name": "./a"}}, {"target": {"name": "b"}}, tmp_path / "j")

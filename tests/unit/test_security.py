@@ -26,7 +26,7 @@ from data.server import ServerSettings
 from data.target import Target
 from eval import engine_server, engines, evaluate
 from tests.doubles import save_tiny
-from training.keeper import plain
+from training.marks import plain
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
