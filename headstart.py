@@ -18,14 +18,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
@@ -174,26 +174,44 @@ def export(config: DictConfig) -> None:
     from data.target import Target
 
     out = Path(HydraConfig.get().runtime.output_dir)
-    served = config.action in ("export", "verify", "stitch") and config.target_path is None
-    if served and read_drafter(Path(config.drafter_dir)).declared.target["name"] == EMBEDDED:
+    target_words(config)
+    named = None if OmegaConf.is_missing(config.target, "name") else config.target.name
+    if config.target_path is None and named is None and config.action in ("export", "verify", "stitch"):
+        named = read_drafter(Path(config.drafter_dir)).declared.target["name"]
+    if config.target_path is None and named == EMBEDDED:
         config.target_path = str(embedded_folder())
-    if config.action == "verify" and config.reference is None:
-        config.reference = str(measure_reference(config, out))
-    execute(config, out, lambda name: Target.load(name).parts)
+    execute(
+        config,
+        out,
+        lambda path: Target.load(**target_words(config, path)).parts,
+        lambda: measure_reference(config, out),
+    )
+
+
+def target_words(config: DictConfig, otherwise: str = "") -> dict[str, Any]:
+    """Arguments of Target.load: the group target, its name target_path's where it has none. otherwise: folder or hub id
+    where neither names a target. ValueError for keys that are not the group's."""
+    from data.target import TargetSettings
+
+    group = OmegaConf.merge({"name": config.target_path or otherwise}, config.target)
+    return asdict(settings(TargetSettings, cast(DictConfig, group), "target"))
 
 
 def measure_reference(config: DictConfig, out: Path) -> Path:
-    """Draft greedily in float32 on the configured prompts: what `export verify` compares with."""
+    """Draft greedily on the configured prompts, in float32 unless target.dtype says otherwise: what `export verify`
+    compares with."""
     from checkpoints.folder import load_drafter
     from data.chat import Template
+    from data.suites import load_prompts
     from data.target import Target
     from eval.decoder import DecodeSettings, generate
-    from eval.evaluate import limited, load_prompts
+    from eval.eval_settings import limited
     from eval.metrics import acceptance
     from eval.patient import declared_thinking
 
     declared = read_drafter(Path(config.drafter_dir)).declared
-    target = Target.load(config.target_path or declared.target["name"], "float32")
+    words = target_words(config, declared.target["name"])
+    target = Target.load(**words | {"dtype": "float32" if words["dtype"] == "auto" else words["dtype"]})
     drafter = load_drafter(Path(config.drafter_dir), target.parts, weights=config.weights)
     num_slots = config.num_slots or drafter.num_slots
     template = Template(target.tokenizer, declared_thinking(declared.data), target.eos_ids)
@@ -207,7 +225,7 @@ def measure_reference(config: DictConfig, out: Path) -> Path:
         "tau": acceptance(answers, num_slots).tau_verified,
         "stop_token_ids": list(target.eos_ids),
         "outputs": [answer.tokens for answer in answers],
-        "dtype": "float32",
+        "dtype": str(target.dtype).removeprefix("torch."),
     }
     write_json(out / "reference.json", reference)
     return out / "reference.json"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.files import read_json, write_json
+from checkpoints.redact import hide, without_secrets
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 PYTHON = "HEADSTART_ENGINE_PYTHON"
@@ -33,6 +34,8 @@ class Run:
     ignore_eos: bool = False
     enforce_eager: bool = True
     warmup: bool = False
+    revision: str | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,9 @@ def serve(
         with open(log, "wb") as handle:
             code = _wait(command, handle, environment, folder, timeout_s)
         if code != 0 or not result.exists():
-            tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
+            tail = hide(log.read_text(encoding="utf-8", errors="replace"))[-LOG_TAIL:]
             raise RuntimeError(f"the engine ended with code {code}; its log ends:\n{tail}")
-        return [Served(**found) for found in read_json(result)["runs"]]
+        return [Served(**without_secrets(found)) for found in read_json(result)["runs"]]
 
 
 def _wait(command: list[str], log: Any, environment: dict[str, str], folder: str, timeout_s: float) -> int | str:

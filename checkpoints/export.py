@@ -10,11 +10,12 @@
     headstart export push drafter_dir=FOLDER push=ORG/NAME             sends a folder as it is
 
 `-m engine=vllm,vllm_speculators,sglang` does several engines; `engine=transformers` writes what generate() takes.
-Verify needs an engine's environment (engine.python).
+Verify needs an engine's environment (engine.python). The group `target` says how import, extract and verify load the
+target; what needs its head or config alone reads those from its files.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from transformers import PretrainedConfig
 
 from checkpoints.card import check_license
 from checkpoints.engine_entry import DTYPES
@@ -60,6 +60,7 @@ GROUPS = (
     "license",
     "dry_run",
     "engine",
+    "target",
 )
 
 
@@ -80,16 +81,17 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """action: export, lint, verify, import, extract, stitch or push. drafter_dir: our drafter's folder (lint, import:
-    any head's; extract reads none). target_path: folder or hub id of the target as the engine opens it, null for the
-    one the drafter declares. out: folder that extract and stitch write, null for one in the run's. dtype: of the
-    exported tensors, null for the drafter's own. weights: null, int8 or int4, or with a group int4:64 (see
-    checkpoints.weights). num_slots, layer_convention: of an imported head (see import_head;
-    num_slots also of an extracted one); verify drafts num_slots, null for the drafter's own. reference: what our
-    harness measured (see checkpoints.verify.Reference); without one it is measured on `limit` prompts of each domain of
-    `prompts` (builtin or a JSONL file), max_new_tokens each. tolerance: largest relative difference in tau. push:
-    repository of the hub that the written (or, with action=push, the given) folder goes to, null for none; private:
-    unless false; dry_run: list only. license: of the model card, the hub's identifier, null for unknown."""
+    """action: export, lint, verify, import, extract, stitch or push. drafter_dir: our drafter's folder (lint,
+    import: any head's; extract reads none). target_path: folder or hub id of the target as the engine opens it,
+    null for target.name, or the one the drafter declares. hub: revision and trust_remote_code of the group target.
+    out: folder that extract and stitch write, null for one in the run's. dtype: of the exported tensors, null for
+    the drafter's own. weights: null, int8 or int4, or with a group int4:64 (see checkpoints.weights). num_slots,
+    layer_convention: of an imported head (see import_head; num_slots also of an extracted one); verify drafts
+    num_slots, null for the drafter's own. reference: what our harness measured (see checkpoints.verify.Reference);
+    without one it is measured on `limit` prompts of each domain of `prompts` (builtin or a JSONL file),
+    max_new_tokens each. tolerance: largest relative difference in tau. push: repository of the hub that the written
+    (or, with action=push, the given) folder goes to, null for none; private: unless false; dry_run: list only.
+    license: of the model card, the hub's identifier, null for unknown."""
 
     action: str
     drafter_dir: str = ""
@@ -108,6 +110,7 @@ class ExportSettings:
     private: bool = True
     license: str | None = None
     dry_run: bool = False
+    hub: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -123,8 +126,6 @@ class ExportSettings:
             raise ValueError("action=extract needs target_path, the folder of a target with a native head")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype must be null or one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.action == "verify" and self.reference is None:
-            raise ValueError("action=verify needs reference=FILE, the prompts and the acceptance of our harness")
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="export")
@@ -134,17 +135,24 @@ def main(config: DictConfig) -> None:
     execute(config, Path(HydraConfig.get().runtime.output_dir))
 
 
-def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetParts] | None = None) -> None:
-    """Do the configured action; files go into `out`. load_target opens a target by name or folder (only import needs
-    it).
+def execute(
+    config: DictConfig,
+    out: Path,
+    load_target: Callable[[str], TargetParts] | None = None,
+    measure: Callable[[], Path] | None = None,
+) -> None:
+    """Do the configured action; files go into `out`. load_target opens a target by name or folder (import and extract
+    need it). measure writes the reference of a verify that names none; it is asked when all else is ready.
 
     SystemExit with the findings when lint finds a fault or verify disagrees.
     """
     known_groups(config, *GROUPS)
     engine = settings(EngineSettings, config.engine, "engine")
-    given = [key for key in GROUPS if key != "engine" and key in config and not OmegaConf.is_missing(config, key)]
-    plain = {key: config[key] for key in given}
-    wanted = settings(ExportSettings, plain, "export")
+    wanted = settings(ExportSettings, _plain(config), "export")
+    if wanted.action == "verify":
+        if wanted.reference is None and measure is None:
+            raise ValueError("action=verify needs reference=FILE here; `headstart export verify` measures one itself")
+        runnable(engine)
     record(out, config)
     console = Console(soft_wrap=True)
     if wanted.action == "import":
@@ -168,7 +176,27 @@ def execute(config: DictConfig, out: Path, load_target: Callable[[str], TargetPa
         if wanted.push is not None:
             send(wanted, exported.folder, console)
         if wanted.action == "verify":
-            prove(wanted, engine, exported, target_path(wanted, whole), console)
+            reference = Path(str(wanted.reference)) if wanted.reference is not None or measure is None else measure()
+            prove(wanted, engine, exported, target_path(wanted, whole), reference, console)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """Keys of ExportSettings. Of the group target: its name where target_path is null, and how the hub is asked."""
+    given = [key for key in GROUPS if key not in ("engine", "target") and key in config]
+    plain = {key: config[key] for key in given if not OmegaConf.is_missing(config, key)}
+    target = config.get("target") or OmegaConf.create()
+    if plain.get("target_path") is None and not OmegaConf.is_missing(target, "name"):
+        plain["target_path"] = target.get("name")
+    hub = {"revision": target.get("revision"), "trust_remote_code": target.get("trust_remote_code", False)}
+    return plain | {"hub": hub}
+
+
+def runnable(engine: EngineSettings) -> Path:
+    """The interpreter that verify runs the engine with. ValueError for an engine that is not run from here, or without
+    an environment."""
+    if engine.name not in SUPPORTED:
+        raise ValueError(f"verify serves {', '.join(SUPPORTED)}; {engine.name} is not run from here")
+    return engine_python(engine.python)
 
 
 def send(wanted: ExportSettings, folder: Path, console: Console) -> None:
@@ -189,7 +217,7 @@ def write(wanted: ExportSettings, whole: Whole, engine: str, folder: Path, conso
     if wanted.dtype is not None and entry_for(engine, whole.declared.architecture).whole is not None:
         raise ValueError(f"dtype={wanted.dtype}: a head stitched into its target has the target's dtype; leave it null")
     dtype, link = DTYPES[wanted.dtype or whole.declared.dtype], wanted.action == "verify"
-    source = Source(whole, path, dtype, lambda: target_head(path), link, wanted.weights)
+    source = Source(whole, path, dtype, lambda: target_head(path, **wanted.hub), link, wanted.weights)
     exported = export_engine(source, engine, folder, wanted.license)
     console.print(f"{engine}: {exported.folder}")
     for note in exported.notes:
@@ -201,7 +229,8 @@ def write(wanted: ExportSettings, whole: Whole, engine: str, folder: Path, conso
 def check(wanted: ExportSettings, engine: str, console: Console) -> None:
     """Print lint's findings; SystemExit when there is more than notes."""
     folder = Path(wanted.drafter_dir)
-    found = lint(folder, engine, _config_of(wanted.target_path))
+    config = None if wanted.target_path is None else target_config(wanted.target_path, **wanted.hub)
+    found = lint(folder, engine, config)
     for finding in found:
         console.print(f"{finding.level:8} {finding.text}", markup=False)
     faults = [finding for finding in found if finding.level != "note"]
@@ -210,20 +239,17 @@ def check(wanted: ExportSettings, engine: str, console: Console) -> None:
     console.print(f"{folder}: nothing that {engine} would refuse or get wrong")
 
 
-def _config_of(path: str | None) -> PretrainedConfig | None:
-    return None if path is None else target_config(path)
-
-
-def prove(wanted: ExportSettings, engine: EngineSettings, exported: Exported, path: str, console: Console) -> None:
+def prove(
+    wanted: ExportSettings, engine: EngineSettings, exported: Exported, path: str, reference: Path, console: Console
+) -> None:
     """Serve the export and compare; writes verify.json beside it. SystemExit when tau differs by more than the
     tolerance."""
-    if engine.name not in SUPPORTED:
-        raise ValueError(f"verify serves {', '.join(SUPPORTED)}; {engine.name} is not run from here")
     found = verify(
         exported.folder,
         path,
-        Reference.read(Path(str(wanted.reference))),
-        engine_python(engine.python),
+        Reference.read(reference),
+        runnable(engine),
+        hub=wanted.hub,
         tolerance=wanted.tolerance,
         max_num_seqs=engine.max_num_seqs,
         timeout_s=engine.timeout_s,

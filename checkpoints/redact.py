@@ -13,13 +13,13 @@ NAME = re.compile(
     r"(^|[._-])(token|((api|access|secret|private)[_-]?)key|secret|password|passwd|authorization|credentials?)$",
     re.IGNORECASE,
 )
-# A value in quotes, or up to a space. Null, true, false and whole numbers are no text: `mask_token=7` stays.
-VALUE = r"(?:'(?:\\.|[^'\\])*(?:'|$)|\"(?:\\.|[^\"\\])*(?:\"|$)|[^\s\"',}]+)"
-TEXT = r"(?!(?:null|true|false|-?\d+)(?=[\s\"',}\]]|$))" + VALUE
+# A list, a value in quotes, or up to a space. Null, true, false and whole numbers are no text: `mask_token=7` stays.
+VALUE = r"(?:\[[^\]]*(?:\]|$)|'(?:\\.|[^'\\])*(?:'|$)|\"(?:\\.|[^\"\\])*(?:\"|$)|[^\s\"',}]+)"
+TEXT = r"(?!(?:null|none|true|false|-?\d+)(?=[\s\"',}\])]|$))" + VALUE
 # A word of a command line whose value is the next word.
 FLAG = r"--(?:[\w-]*api[_-]?key|(?:hf-|access-|auth-)?token|[\w-]*(?:password|secret))"
 FLAG_ALONE = re.compile(FLAG, re.IGNORECASE)
-FORMS = (
+FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=://)[^/\s@\"']+@"), f"{HIDDEN}@"),  # user:password@ of an address
     (re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {HIDDEN}"),
     (re.compile(r"\b(hf_[A-Za-z0-9]{16,}|(sk-|wandb_v\d_|ghp_|github_pat_)[\w-]{16,})"), HIDDEN),
@@ -32,6 +32,13 @@ FORMS = (
         ),
         rf"\1={HIDDEN}",
     ),
+)
+# As servers log their settings and headers: the key of a dictionary, and a whole header.
+HEADER = r"(?<![\w-])(?:(?:proxy-)?authorization|x-api-key)[\"']?\s*[:=]\s*[\"']?"
+KEY = r"[\w.-]*api[_-]?key|(?:hf|hub|access|auth|refresh)?[_-]?token|[\w.-]*(?:password|secret)"
+FORMS += (
+    (re.compile(rf"([\"'](?:{KEY})[\"']\s*:\s*)" + TEXT, re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(rf"({HEADER})[^\"'\r\n,}}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
 )
 ENVIRONMENT = re.compile(r"TOKEN|API_?KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SHORTEST = 8  # a shorter value would hide ordinary words

@@ -1,5 +1,6 @@
 """Does the real engine report our acceptance? Serve an export in vLLM with and without drafter and compare."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,16 @@ def verify(
     reference: Reference,
     python: Path,
     *,
+    hub: Mapping[str, Any] | None = None,
     tolerance: float = 0.02,
     max_num_seqs: int = 1,
     timeout_s: float = 1800.0,
 ) -> Verified:
     """Serve `target_path` alone, then with the exported drafter, on the reference's prompts, in one engine process.
 
-    max_num_seqs: requests at a time; 1 compares speed as a single user sees it. RuntimeError when the engine fails,
-    with what the export needs when that is more than an ordinary engine has.
+    hub: revision and trust_remote_code of the target. max_num_seqs: requests at a time; 1 compares speed as a
+    single user sees it. RuntimeError when the engine fails, with what the export needs when that is more than an
+    ordinary engine has.
     """
     written = read_json(Path(export) / PROVENANCE)
     engine, needs = written["engine"], written["needs"]
@@ -115,6 +118,7 @@ def verify(
             max_num_seqs,
             reference.stop_token_ids,
             warmup=True,
+            **(hub or {}),
         )
 
     alone, drafted = serve([run("alone", None), run("drafted", draft)], python, timeout_s=timeout_s)

@@ -4,7 +4,8 @@ saw.
     python vllm_runner.py job.json result.json
 
 job: {"runs": [{"name", "model", "speculative": dict | null, "prompts": [[ids]], "max_tokens", "dtype", "max_model_len",
-"max_num_seqs", "stop_token_ids": [ids], "ignore_eos": bool, "warmup": bool}]}. result: {"engine", "version", "runs":
+"max_num_seqs", "stop_token_ids": [ids], "ignore_eos": bool, "warmup": bool, "revision": str | null,
+"trust_remote_code": bool}]}. result: {"engine", "version", "runs":
 [{"name", "outputs": [[ids]], "seconds", "start_seconds", "drafts", "drafted", "accepted", "accepted_per_slot": []} or
 {"name", "error"}]}. A run that fails does not stop the others. Imports nothing of this project.
 """
@@ -58,6 +59,8 @@ def serve(run: dict[str, Any]) -> dict[str, Any]:
         skip_tokenizer_init=True,
         dtype=run.get("dtype", "auto"),
         max_model_len=run["max_model_len"],
+        revision=run.get("revision"),
+        trust_remote_code=run.get("trust_remote_code", False),
         max_num_seqs=run.get("max_num_seqs", 1),
         speculative_config=run.get("speculative"),
         enforce_eager=run.get("enforce_eager", True),

@@ -11,6 +11,7 @@ from rich.table import Table
 from checkpoints.files import atomic, write_json
 from eval.replayed import Replayed
 from eval.report import Report
+from eval.sections import alphas
 
 FILE, TABLE = "compare.json", "compare.md"
 PLOTS = ("alpha.png", "learning.png", "domains.png")
@@ -33,7 +34,7 @@ class Entry:
 
 def replay_figures(found: Replayed) -> dict[str, Any]:
     """What a comparison keeps of a replay."""
-    names = ("tau", "accepted", "alpha", "domains", "rounds", "tokens", "calibration")
+    names = ("tau", "accepted", "alpha", "trials", "domains", "rounds", "tokens", "calibration")
     whole = found.as_dict()
     return {name: whole[name] for name in names}
 
@@ -120,7 +121,7 @@ class Comparison:
         most = max((len(one.replay["alpha"]) for one in self.entries.values()), default=0)
         rows = [["drafter", *(f"alpha_{k}" for k in range(1, most + 1))]]
         for name, one in self.entries.items():
-            shown = [f"{value:.2f}" for value in one.replay["alpha"]]
+            shown = alphas(one.replay)
             rows.append([name, *shown, *["-"] * (most - len(shown))])
         return rows
 

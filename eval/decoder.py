@@ -132,6 +132,17 @@ class Clock:
         return time.perf_counter()
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """What the groups of one `generate` share. drafter: None decodes without. clock, watch: see generate."""
+
+    target: Target
+    drafter: Drafter | None
+    settings: DecodeSettings
+    clock: Clock | None = None
+    watch: Callable[[int, int], None] | None = None
+
+
 @torch.no_grad()
 def generate(
     target: Target,
@@ -165,7 +176,7 @@ def generate(
     try:
         for start in range(0, len(order), settings.batch_size):
             chosen = order[start : start + settings.batch_size]
-            made = (group or Group)(target, drafter, settings, clock, watch)
+            made = (group or Group)(Decoding(target, drafter, settings, clock, watch))
             made.run([prompts[i] for i in chosen], [seeds[i] for i in chosen], [results[i] for i in chosen])
     finally:
         if drafter is not None:
@@ -179,19 +190,13 @@ class Group:
     `run` is `open` (read the prompts), `rounds` and `close`; other loops replace `rounds`.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        settings: DecodeSettings,
-        clock: Clock | None,
-        watch: Callable[[int, int], None] | None,
-    ) -> None:
+    def __init__(self, shared: Decoding) -> None:
+        target, drafter, settings = shared.target, shared.drafter, shared.settings
         self.target, self.drafter, self.settings = target, drafter, settings
         self.num_slots = settings.num_slots if drafter is not None else 0
         self.room = self.num_slots + 1  # columns that a drafter's state needs beside the text
         self.layers = drafter.needs.layers if drafter is not None else ()
-        self.clock, self.watch = clock, watch
+        self.clock, self.watch = shared.clock, shared.watch
         self.reported = (0, 0)
         self.ends = set(target.eos_ids)
         self.verification = settings.verified_by(drafter)

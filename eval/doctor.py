@@ -25,7 +25,7 @@ from data.suites import load_prompts
 from data.target import Target, TargetSettings
 from eval.casework import Asking, Case, Prepared
 from eval.diagnoses import Diagnosis, diagnose
-from eval.evaluate import limited
+from eval.eval_settings import limited
 from eval.patient import admit
 
 FILE = "doctor.json"

@@ -11,6 +11,7 @@ from eval.engine_client import Answered
 from eval.engine_figures import Level, Timed, counted, side, told
 from eval.metrics import Speed
 from eval.report import Part, Report
+from eval.sections import alphas
 from eval.turns import Request
 
 
@@ -35,8 +36,7 @@ class EngineReport(Report):
         for one in self.levels:
             table.add_row(str(one.concurrency), *cells(one))
         console.print(table)
-        shown = " ".join(f"{value:.2f}" for value in self.whole.acceptance.alpha)
-        console.print(f"alpha by slot  {shown}", soft_wrap=True)
+        console.print(f"alpha by slot  {' '.join(alphas(self.whole.as_dict()))}", soft_wrap=True)
         domains = "  ".join(f"{name} {part.acceptance.tau:.2f}" for name, part in self.parts.items())
         console.print(f"tau by domain  {domains}", soft_wrap=True)
         console.print(self._lossless_line())

@@ -12,7 +12,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from eval.engine_figures import Timed, level
 from eval.engine_report import EngineReport, parts
 from eval.engine_server import Server, free_port, started
 from eval.engine_settings import KEYS, ServingSettings
-from eval.evaluate import OPTIONS, EvalSettings, by_domain, checked, command, plain_keys
+from eval.eval_settings import OPTIONS, EvalSettings, by_domain, checked, command, plain_keys
 from eval.lossless import Difference, compare
 from eval.page import PAGE
 from eval.passes import prompt_seed
@@ -59,12 +59,13 @@ DRAFTER_WORDS = {"architecture": "architecture", "measured": "measured", "made_f
 @dataclass(frozen=True)
 class Voice:
     """What rendering and comparing need of a target, without its weights. source: folder or hub id that engines open.
-    dtype: float32, bfloat16 or float16."""
+    dtype: float32, bfloat16 or float16. hub: revision and trust_remote_code."""
 
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     source: str
     dtype: str
+    hub: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, how: TargetSettings) -> "Voice":
@@ -79,7 +80,7 @@ class Voice:
         ends = {*_end_ids(source, hub), tokenizer.eos_token_id} - {None}
         if not ends:
             raise ValueError(f"{name} names no token that ends an answer (eos_token_id)")
-        return cls(tokenizer, tuple(sorted(ends)), source, dtype)
+        return cls(tokenizer, tuple(sorted(ends)), source, dtype, hub)
 
 
 def _end_ids(source: str, hub: dict[str, Any]) -> list[int]:
@@ -208,7 +209,7 @@ def exported(drafter_dir: Path, engine: str, voice: Voice, folder: Path) -> Path
     if (drafter_dir / PROVENANCE).exists():
         return drafter_dir
     dtype = getattr(torch, voice.dtype)
-    source = Source(read_drafter(drafter_dir), voice.source, dtype, lambda: target_head(voice.source))
+    source = Source(read_drafter(drafter_dir), voice.source, dtype, lambda: target_head(voice.source, **voice.hub))
     return export_engine(source, engine, (folder / "export").resolve()).folder
 
 
@@ -216,7 +217,7 @@ def check_export(drafter: Path, provenance: dict[str, Any], engine: str, voice: 
     """ValueError when an export is another engine's, or plainly another target's (weights are not read here)."""
     if DIALECTS.get(provenance["engine"]) is not DIALECTS[engine]:
         raise ValueError(f"{drafter} was exported for {provenance['engine']}, not for {engine}")
-    declared, config = provenance["target"], target_config(voice.source)
+    declared, config = provenance["target"], target_config(voice.source, **voice.hub)
     have = {"num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size}
     have["tokenizer"] = tokenizer_fingerprint(voice.tokenizer)
     wrong = [f"{k} {v!r} instead of {declared[k]!r}" for k, v in have.items() if declared.get(k) not in (None, v)]

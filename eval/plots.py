@@ -1,6 +1,7 @@
 """Pictures of a report, from the keys of report.json alone. Each is left out where the report has no data for it."""
 
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,18 @@ def write_plots(folder: Path, drawn: dict[str, bytes]) -> list[Path]:
 
 
 def _alpha(axes: Any, report: Report) -> None:
-    slots = range(1, report["num_slots"] + 1)
+    slots = range(1, len(report["alpha"]) + 1)
     for name, part in report.get("by_domain", {}).items():
-        axes.plot(slots, part["alpha"], marker="o", linewidth=1, alpha=0.7, label=name)
-    axes.plot(slots, report["alpha"], marker="o", color="black", linewidth=2, label="all")
+        axes.plot(slots, _tried(part), marker="o", linewidth=1, alpha=0.7, label=name)
+    axes.plot(slots, _tried(report), marker="o", color="black", linewidth=2, label="all")
     axes.set(xlabel="slot k", ylabel="alpha_k (conditional acceptance)", ylim=(0, 1.02), xticks=list(slots))
     axes.legend(fontsize="small")
+
+
+def _tried(part: dict[str, Any]) -> list[float]:
+    """alpha_k; no point where no round tried the slot."""
+    trials = part.get("trials") or [1] * len(part["alpha"])
+    return [value if tried else math.nan for value, tried in zip(part["alpha"], trials, strict=True)]
 
 
 def _tau(axes: Any, report: Report) -> None:
@@ -138,7 +145,7 @@ def _confident(report: Report) -> bool:
 
 Draw = Callable[[Any, Report], None]
 PLOTS: dict[str, tuple[Callable[[Report], bool], Draw]] = {
-    "alpha.png": (lambda report: bool(report["num_slots"]), _alpha),
+    "alpha.png": (lambda report: bool(report.get("alpha")), _alpha),
     "tau_by_domain.png": (lambda report: bool(report["domains"]), _tau),
     "time_split.png": (lambda report: bool(report.get("split")), _split),
     "latency.png": (_timed, _latency),

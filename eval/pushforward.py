@@ -29,7 +29,8 @@ from drafters.contract import Drafter
 from drafters.noise import pick
 from drafters.sampling import NOISE_STREAM, Sampling, counter_uniform
 from eval.decoder import Clock, DecodeSettings, Generation, generate
-from eval.evaluate import OPTIONS, EvalSettings, checked, drafter_words, load_prompts, render
+from eval.eval_settings import OPTIONS, EvalSettings, checked
+from eval.evaluate import drafter_words, load_prompts, render
 from eval.passes import WARM_UP_TOKENS, prompt_seed
 
 FILE = "pushforward.json"

@@ -36,13 +36,14 @@ class Trajectory:
 
 @dataclass
 class Acceptance:
-    """tau overall and by domain (emitted tokens per round, bonus included), alpha_k [K] conditional acceptance,
-    rounds. confident: the rounds with the drafter's confidences, None when it gives none. peaked: the rounds with q_max
-    in their place, when asked for."""
+    """tau overall and by domain (emitted tokens per round, bonus included), alpha_k [K] conditional acceptance and
+    how many rounds tried each slot, rounds. confident: the rounds with the drafter's confidences, None when it
+    gives none. peaked: the rounds with q_max in their place, when asked for."""
 
     tau: float
     domains: dict[str, float]
     alpha: list[float]
+    trials: list[int]
     rounds: int
     confident: Rounds | None = None
     peaked: Rounds | None = None
@@ -101,6 +102,7 @@ def replay(
         tau=sum(emitted.values()) / total,
         domains={domain: emitted[domain] / rounds[domain] for domain in sorted(rounds)},
         alpha=[k / max(o, 1) for k, o in zip(kept, offered, strict=True)],
+        trials=offered,
         rounds=total,
         confident=_with(seen, [one.confidences for one in seen], num_slots),
         peaked=_with(seen, [one.peaks for one in seen], num_slots),

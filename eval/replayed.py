@@ -17,6 +17,7 @@ from eval.calibration import Calibration, calibrate
 from eval.page import write_page
 from eval.recording import Recording
 from eval.replay import Acceptance, replay
+from eval.sections import alphas
 
 FILE = "report.json"
 
@@ -44,6 +45,7 @@ class Replayed:
             "tau": found.tau,
             "accepted": found.accepted,
             "alpha": found.alpha,
+            "trials": found.trials,
             "domains": found.domains,
             "tokens_per_s": None,
             "baseline_tokens_per_s": None,
@@ -76,7 +78,7 @@ class Replayed:
             table.add_row(name, f"{tau:.2f}", f"{max(0.0, tau - 1):.2f}")
         table.add_row("all", f"{found.tau:.2f}", f"{found.accepted:.2f}", style="bold")
         console.print(table)
-        console.print("alpha by slot  " + "  ".join(f"{alpha:.2f}" for alpha in found.alpha))
+        console.print("alpha by slot  " + "  ".join(alphas({"alpha": found.alpha, "trials": found.trials})))
         if self.calibration is not None:
             console.print(calibration_line(self.calibration))
 

@@ -48,12 +48,13 @@ class RoundTimes:
 
 
 class _Calls:
-    """Seconds inside calls of the models while counting. clock: of the decoding, filled before counting too."""
+    """Seconds inside calls of the models while counting. clock: of the decoding, filled before counting too. loop:
+    whose captures count nowhere."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, clock: Clock) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, clock: Clock, loop: Loop) -> None:
         self.seconds, self.counts = {"draft": 0.0, "target": 0.0}, {"draft": 0, "target": 0}
         self.whole, self.counting = 0.0, False
-        self.clock, self.before = clock, dict[str, float]()
+        self.clock, self.before, self.loop = clock, dict[str, float](), loop
         self._watched: list[tuple[Any, str, str]] = [(target, "forward", "target"), (target, "logits", "target")]
         if drafter is not None:
             self._watched += [(drafter, "observe", "draft"), (drafter, "propose", "draft")]
@@ -86,12 +87,12 @@ class _Calls:
 
         def counted() -> Any:
             self.before = self.before or dict(self.clock.seconds)
-            started, self.counting = time.perf_counter(), True
+            started, self.counting, captured = time.perf_counter(), True, self.loop.captured
             try:
                 return rounds()
             finally:
                 self.counting = False
-                self.whole += time.perf_counter() - started
+                self.whole += time.perf_counter() - started - (self.loop.captured - captured)
 
         return counted
 
@@ -107,7 +108,7 @@ def profile_rounds(
 ) -> RoundTimes:
     """Decode the prompts as one group and time its rounds, after a warm-up of a few tokens."""
     clock = Clock(target.device)
-    calls = _Calls(target, drafter, clock)
+    calls = _Calls(target, drafter, clock, loop)
 
     def made(*given: Any) -> Any:
         group = loop.group(*given)

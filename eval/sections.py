@@ -96,18 +96,19 @@ def _acceptance(report: Report) -> Section | None:
         rows = [["domain", "prompts", "tau", "accepted", "efficiency", *slots]]
         for name, part in [*parts.items(), ("all", report)]:
             shown = (number(part[key]) for key in ("tau", "accepted", "efficiency"))
-            rows.append([name, str(part["prompts"]), *shown, *_alphas(part)])
+            rows.append([name, str(part["prompts"]), *shown, *alphas(part)])
     else:
         rows = [["domain", "tau", "accepted"]]
         rows += [[name, number(tau), number(max(0.0, tau - 1))] for name, tau in report["domains"].items()]
         rows.append(["all", number(report["tau"]), number(report["accepted"])])
     lines = ["alpha_k: slot k accepted, given that the slots before it were."]
     if not parts:
-        lines.append("alpha by slot: " + " ".join(_alphas(report)))
+        lines.append("alpha by slot: " + " ".join(alphas(report)))
     return Section("Acceptance", lines, rows, ("tau_by_domain.png", "alpha.png"))
 
 
-def _alphas(part: dict[str, Any]) -> list[str]:
+def alphas(part: dict[str, Any]) -> list[str]:
+    """alpha_k as shown; a dash for a slot that no round tried, as `trials` say. part: has both."""
     trials = part.get("trials") or [1] * len(part["alpha"])
     return [number(value) if tried else "-" for value, tried in zip(part["alpha"], trials, strict=True)]
 

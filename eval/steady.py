@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from data.target import Features, Target
-from drafters.contract import Drafter, Proposal
+from drafters.contract import Proposal
 from drafters.sampling import round_seeds
-from eval.captured import Parts, Pinned
-from eval.decoder import Clock, DecodeSettings, Generation, Group
+from eval.captured import Parts, Pinned, T
+from eval.decoder import Clock, Decoding, Generation, Group
 from eval.drafted import draft, stored_bytes
 from eval.placed import PlacedCache
 from eval.scheduled import Scheduled, cut_short
@@ -43,7 +43,8 @@ COLUMNS = 64  # a CPU looks at as many columns as are in use, rounded up to this
 class Loop:
     """How groups are decoded. kind: waiting (the host waits for every round), steady, or halves (steady, in two half
     batches). schedule: makes a scheduler for each half; kept from group to group. checked: refuse whatever would wait
-    for the device inside a round (eval.sentinel). ValueError on another kind, or a schedule with the waiting loop."""
+    for the device inside a round (eval.sentinel). captured: seconds that making CUDA graphs took so far, which are no
+    round's. ValueError on another kind, or a schedule with the waiting loop."""
 
     kind: str = "steady"
     schedule: Callable[[], Scheduler] | None = None
@@ -55,6 +56,7 @@ class Loop:
         if self.schedule is not None and self.kind == "waiting":
             raise ValueError("a schedule needs loop=steady or loop=halves")
         self.made: dict[int, Scheduler] = {}
+        self.captured = 0.0
 
     def fresh(self) -> "Loop":
         """The same loop, whose schedulers have learnt nothing."""
@@ -129,37 +131,29 @@ class Verified:
 @dataclass
 class Flight:
     """A round whose results are on their way: rows of the results, host tensors by name, how many slots were drafted
-    under which load, and when it ended."""
+    under which load, when it ended, and how long capturing had taken by then."""
 
     held: list[int]
     sent: dict[str, Tensor]
     depth: int
     load: Load
     end: Mark
+    captured: float
 
 
 class SteadyGroup(Group):
     """Requests that are decoded together, as in eval.decoder, by rounds that do not wait."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        target: Target,
-        drafter: Drafter | None,
-        settings: DecodeSettings,
-        clock: Clock | None,
-        watch: Callable[[int, int], None] | None,
-        half: int = 0,
-        streams: Streams | None = None,
-    ) -> None:
-        check_one_device(target, loop.kind)
-        super().__init__(target, drafter, settings, clock, watch)
-        self.loop, self.streams = loop, streams or Streams(target.device)
-        scheduler = loop.scheduler(half) if drafter is not None else None
+    def __init__(self, loop: Loop, shared: Decoding, half: int = 0, streams: Streams | None = None) -> None:
+        check_one_device(shared.target, loop.kind)
+        super().__init__(shared)
+        self.loop, self.streams = loop, streams or Streams(self.target.device)
+        self.captured_before = loop.captured
+        scheduler = loop.scheduler(half) if self.drafter is not None else None
         self.schedule = None if scheduler is None else Scheduled(scheduler, self.num_slots)
         if self.schedule is not None:
-            self.schedule.check(self.verification, settings)
-        self.on_gpu = target.device.type == "cuda"
+            self.schedule.check(self.verification, self.settings)
+        self.on_gpu = self.target.device.type == "cuda"
         self.started = False
         self.paired = False  # one of two halves, whose times are settled together
 
@@ -173,6 +167,17 @@ class SteadyGroup(Group):
         start = Mark(self.target.device)
         yield
         self.spans.append((name, start, Mark(self.target.device)))
+
+    @property
+    def capturing(self) -> float:
+        """Seconds that graphs were captured since the group was made, its other half's too: nobody's time."""
+        return self.loop.captured - self.captured_before
+
+    def _part(self, stage: str, key: tuple[Any, ...], run: Callable[[], T]) -> T:
+        """Run a part of the round inside a stage's time; capturing it before counts in none."""
+        self.loop.captured += self.parts.ready(key, run)
+        with self._checked(), self.timed(stage):
+            return self.parts.call(key, run)
 
     def run(self, prompts: list[list[int]], seeds: list[int], results: list[Generation]) -> None:
         with on_device(self.target.device):
@@ -217,6 +222,7 @@ class SteadyGroup(Group):
         self.kept: tuple[Verified, int] | None = None
         self.spans: list[tuple[str, Mark, Mark]] = []
         self.started, self.before, self.reach = True, Mark(device), max(lengths)
+        self.heard = self.loop.captured
         self.began_rounds = time.perf_counter()
         self._regroup(None)
 
@@ -245,30 +251,31 @@ class SteadyGroup(Group):
             # On this stream: a schedule's depth may read confidences that it left behind here.
             schedule = self.schedule
             self.depth = self.num_slots if schedule is None else schedule.depth(self.held, self.alive, self.known)
-            with self._checked(), self.timed("draft"):
-                if self.kept is not None and self.drafter is not None:
-                    verified, depth = self.kept
-                    self.parts.call(("commit", depth), partial(self._commit, verified))
-                self.proposal = self.parts.call(("draft", self.depth), partial(self._draft, self.depth))
-                if schedule is not None:
+            if self.kept is not None and self.drafter is not None:
+                verified, depth = self.kept
+                self._part("draft", ("commit", depth), partial(self._commit, verified))
+            self.proposal = self._part("draft", ("draft", self.depth), partial(self._draft, self.depth))
+            if schedule is not None:
+                with self._checked(), self.timed("draft"):
                     self.track.limits.copy_(schedule.limits(self.proposal, self.track.alive))
 
     def issue_verify(self) -> None:
         """Verify, and send the results on their way."""
         room = self.reach + self.depth + 1
         shown = self.placed.width if self.on_gpu else min(self.placed.width, -(-room // COLUMNS) * COLUMNS)
-        with self.streams.verify(), self._checked():
-            with self.timed("verify"):
-                run = partial(self._verify_round, self.depth, shown)
-                verified = self.parts.call(("verify", self.depth, shown), run)
+        with self.streams.verify():
+            run = partial(self._verify_round, self.depth, shown)
+            verified = self._part("verify", ("verify", self.depth, shown), run)
             sent = {"found": verified.found}
             if self.schedule is None:
                 named = (("confidences", self.proposal.confidences), ("peaks", self.proposal.peaks))
                 sent |= {name: values for name, values in named if values is not None}
             # To pinned memory, behind the round's own work: nothing waits here.
-            host = {name: values.to("cpu", non_blocking=True) for name, values in sent.items()}
+            with self._checked():
+                host = {name: values.to("cpu", non_blocking=True) for name, values in sent.items()}
             load = Load(0, 0.0) if self.schedule is None else self.schedule.load
-            self.waits.append(Flight(self.held, host, self.depth, load, Mark(self.target.device)))
+            end = Mark(self.target.device)
+            self.waits.append(Flight(self.held, host, self.depth, load, end, self.loop.captured))
         # Kept until the next verification of this group: the other stream may still be reading it.
         self.kept = (verified, self.depth)
         self.reach = room
@@ -372,7 +379,7 @@ class SteadyGroup(Group):
                 self._regroup([i for i, row in enumerate(self.held) if row in running])
 
     def _read(self, flight: Flight) -> None:
-        arrived = time.perf_counter() - self.began
+        arrived = time.perf_counter() - self.began - self.capturing
         lengths, kept = [], []
         rows = flight.sent["found"].tolist()
         others = {name: values.tolist() for name, values in flight.sent.items() if name != "found"}
@@ -389,9 +396,9 @@ class SteadyGroup(Group):
             lengths.append(limit)
             kept.append(accepted)
         if self.schedule is not None and lengths:
-            outcome = Outcome(flight.depth, lengths, kept, max(flight.end.since(self.before), 1e-9))
-            self.schedule.scheduler.learn(outcome, flight.load)
-        self.before = flight.end
+            seconds = flight.end.since(self.before) - (flight.captured - self.heard)
+            self.schedule.scheduler.learn(Outcome(flight.depth, lengths, kept, max(seconds, 1e-9)), flight.load)
+        self.before, self.heard = flight.end, flight.captured
         self.alive = [row for row in self.alive if not self._ended(self.results[row])]
 
     def _finish(self) -> None:
@@ -403,7 +410,7 @@ class SteadyGroup(Group):
         if self.spans and not self.paired:
             if self.on_gpu:
                 torch.cuda.synchronize(self.target.device)
-            settle(self.clock, self.spans, time.perf_counter() - self.began_rounds)
+            settle(self.clock, self.spans, time.perf_counter() - self.began_rounds - self.capturing)
 
 
 def settle(clock: Clock, spans: Sequence[tuple[str, Mark, Mark]], whole: float) -> None:
@@ -422,20 +429,10 @@ class HalvesGroup:
     """Two half batches that take turns: one drafts while the other is verified. Each is a SteadyGroup of its own, so
     outputs are those of the steady loop."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        target: Target,
-        drafter: Drafter | None,
-        settings: DecodeSettings,
-        clock: Clock | None,
-        watch: Callable[[int, int], None] | None,
-    ) -> None:
-        check_one_device(target, loop.kind)
-        streams = Streams(target.device, apart=True)
-        self.halves = [
-            SteadyGroup(loop, target, drafter, settings, clock, watch, half, streams.half()) for half in range(2)
-        ]
+    def __init__(self, loop: Loop, shared: Decoding) -> None:
+        check_one_device(shared.target, loop.kind)
+        streams = Streams(shared.target.device, apart=True)
+        self.halves = [SteadyGroup(loop, shared, half, streams.half()) for half in range(2)]
         for half in self.halves:
             half.paired = True
 
@@ -461,7 +458,7 @@ class HalvesGroup:
         if clock is not None and timed:  # the halves' spans overlap each other: settled as one
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            whole = time.perf_counter() - min(group.began_rounds for group in timed)
+            whole = time.perf_counter() - min(group.began_rounds for group in timed) - timed[0].capturing
             settle(clock, [span for group in timed for span in group.spans], whole)
         if clock is not None and all(group.started for group in running):
             clock.hold("target_cache", sum(group.placed.nbytes for group in running))

@@ -19,7 +19,7 @@ from torch import Tensor
 from data.target import Features, Target
 from drafters.contract import Drafter
 from eval.cache import check_cacheable
-from eval.decoder import Clock, DecodeSettings, Generation, Group, generate
+from eval.decoder import Clock, DecodeSettings, Decoding, Generation, Group, generate
 from eval.trees import Source, Tree, TreeSettings, grow
 from eval.verification_trees import TreeVerdict, verify
 
@@ -97,16 +97,9 @@ class _TreeGroup(Group):
 
     settings: TreeDecodeSettings
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        settings: TreeDecodeSettings,
-        clock: Clock | None,
-        watch: Callable[[int, int], None] | None,
-    ) -> None:
-        super().__init__(target, drafter, settings, clock, watch)
-        self.room += settings.tree.columns(self.num_slots)
+    def __init__(self, shared: Decoding) -> None:
+        super().__init__(shared)
+        self.room += self.settings.tree.columns(self.num_slots)
 
     def _round(self) -> None:
         with self.timed("draft"):

@@ -186,3 +186,46 @@ def test_verify_asks_in_the_thinking_mode_of_the_training_data(data, wanted, tar
     with pytest.raises(StopIteration):
         headstart.measure_reference(config, tmp_path)
     assert seen == [wanted]
+
+
+class Loaded(Exception):
+    """The target would be loaded now, with these arguments."""
+
+
+@pytest.fixture
+def unloadable(patch):
+    def load(*_args, **words):
+        raise Loaded(words)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(Target, "load", load)
+        yield
+
+
+def test_import_and_verify_load_the_target_as_train_and_eval_do(unloadable, patch, target, trained, tmp_path):
+    how = ["target.device_map=auto", "target.dtype=bfloat16", "target.revision=main", "target.offload_folder=here"]
+    wanted = {"device_map": "auto", "dtype": "bfloat16", "revision": "main", "offload_folder": "here", "name": target}
+    head = f"drafter_dir={trained[0] / 'drafter'}"
+    words = [head, *how, f"hydra.run.dir={tmp_path}", f"engine.python={sys.executable}"]
+    with pytest.raises(Loaded) as named:
+        command(patch, "export", "import", *words, "target=any", f"target.name={target}")
+    with pytest.raises(Loaded) as imported:
+        command(patch, "export", "import", *words, f"target_path={target}")
+    with pytest.raises(Loaded) as verified:
+        command(patch, "export", "verify", *words, f"target_path={target}")
+    for found in (named, imported, verified):
+        assert wanted.items() <= found.value.args[0].items()
+    with pytest.raises(Loaded) as plain:
+        command(patch, "export", "verify", head, words[-1], words[-2], f"target_path={target}")
+    assert plain.value.args[0]["dtype"] == "float32", "so that no near tie of ours decides"
+
+
+def test_verify_asks_for_the_engine_before_it_loads_the_target(unloadable, patch, target, trained, tmp_path):
+    words = [f"drafter_dir={trained[0] / 'drafter'}", f"target_path={target}", f"hydra.run.dir={tmp_path}"]
+    for engine, why in (
+        (["engine=vllm", "engine.python=/nowhere/python"], "/nowhere/python is no executable file"),
+        (["engine=sglang", f"engine.python={sys.executable}"], "sglang is not run from here"),
+        (["engine=vllm", f"engine.python={sys.executable}", "weights=int3"], "int3"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            command(patch, "export", "verify", *words, *engine)

@@ -17,7 +17,8 @@ from data.conversations import Prompt
 from data.target import Target
 from drafters.eagle3 import Eagle3
 from eval.decoder import generate
-from eval.evaluate import EvalSettings, evaluate, limited, load_prompts, measure_acceptance, questions, run
+from eval.eval_settings import EvalSettings, limited
+from eval.evaluate import evaluate, load_prompts, measure_acceptance, questions, run
 from eval.passes import prompt_seed
 from eval.recording import record_answers
 from tests.doubles import START_ID, save_tiny, tiny_target

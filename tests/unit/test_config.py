@@ -68,6 +68,11 @@ def test_debug_cpu_keeps_the_target_off_the_gpu():
     assert composed("train", "debug=cpu").target.device_map == "cpu"
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_targets_that_no_device_holds_are_spread(name):
+    assert composed("eval", f"target={name}", "drafter_dir=x").target.device_map == "auto"
+
+
 # What a command must be told, with values that no later stage could use: the config must fail first.
 REQUIRED = {
     "prepare": ("target=any", "target.name=/nowhere"),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +21,15 @@ from checkpoints.files import read_json, read_tensors, sha256_file, write_json, 
 from checkpoints.folder import CONFIG, TENSORS, save_drafter
 from data.collate import Collate
 from data.conversations import Conversation, Prompt, write_conversations
-from data.features import Sample, capture, observe
+from data.features import Sample, capture, observe, with_top
 from data.identity import identity_of
+from data.layout import StoreSettings
 from data.target import Target
 from drafters.contract import Batch, Drafter
 from drafters.vocabulary import DraftVocabulary
-from eval.casework import Asking, Case, Prepared, StoreTruth, answer_spans, generation_prompt
+from eval.casework import Asking, Case, Prepared, StoreTruth, answer_spans, compare_store, generation_prompt
 from eval.conventions import Fit, Reading, Tally, other_layers, same_rope
-from eval.diagnoses import CHECKS, check_last_state, check_layers
+from eval.diagnoses import CHECKS, check_features, check_last_state, check_layers
 from eval.doctor import Findings, examine
 from eval.patient import admit, map_faults, nearest_rows
 from tests import checks
@@ -120,8 +122,10 @@ def prepared(tmp_path_factory: Any, target: Target, conversations: list[Conversa
     return prepare(tmp_path_factory.mktemp("prepared"), target, conversations)
 
 
-def prepare(folder: Path, target: Target, conversations: list[Conversation]) -> Path:
-    capture(target, conversations, (0, 2, 3), folder / "features", dtype="float32")
+def prepare(
+    folder: Path, target: Target, conversations: list[Conversation], how: StoreSettings | str = "float32"
+) -> Path:
+    capture(target, conversations, (0, 2, 3), folder / "features", dtype=how)
     write_conversations(folder / "conversations.jsonl", conversations)
     about = {"target": target.identity, "chat_template": target.identity["chat_template"], "thinking": False}
     write_json(folder / "prepare.json", about)
@@ -267,6 +271,63 @@ def test_other_target_weights(fused: Path, target: Target, prepared: Path) -> No
     assert found.culprits == ["target_weights"]
     assert diagnosis(found, "target_weights").evidence["tau"] < 2
     assert "the feature store is of" in diagnosis(found, "target_weights").text
+
+
+def test_a_foreign_store_says_nothing_of_the_head(
+    fused: Path, target: Target, conversations: list[Conversation], tmp_path: Path
+) -> None:
+    """The head is this target's, its data were captured with another: the culprit is that alone, and no state of the
+    store is held against this target's."""
+    other = Target(tiny_model("llama", seed=1), target.tokenizer, "other")
+    strange = Prepared.read(prepare(tmp_path, other, conversations))
+    found = examine(target, fused, asking(False), strange)
+    assert found.culprits == ["target_weights"]
+    assert "the feature store is of 'other'" in diagnosis(found, "target_weights").text
+    assert "store_head_of_last" not in diagnosis(found, "features").evidence
+    assert {diagnosis(found, check).verdict for check in ("layers", "last_state")} == {"not judged"}
+    # Held against it all the same, the store differs in everything.
+    assert compare_store(target, strange.store).last < 0.9
+
+
+def test_a_top_k_teacher_of_answers_alone_is_healthy(
+    fused: Path, target: Target, conversations: list[Conversation], tmp_path: Path
+) -> None:
+    """Such a store has no last state, and none of its rows where nothing is taught."""
+    how = StoreSettings("float32", topk=4, teacher_at="answers")
+    found = examine(target, fused, asking(False), Prepared.read(prepare(tmp_path, target, conversations, how)))
+    assert found.culprits == []
+    assert diagnosis(found, "features").evidence["store_head_of_last"] == 1.0
+
+
+class Kept(list[Sample]):
+    """A store of answers' four most likely tokens, in memory."""
+
+    layers = (0, 2)
+    layout = SimpleNamespace(last=None, teacher_at="answers")
+
+
+def test_a_top_k_teacher_of_other_tokens_is_found(
+    fused: Path, target: Target, conversations: list[Conversation]
+) -> None:
+    """The fourth most likely token stands first; where nothing is taught anything may stand."""
+    read = observe(target, conversations, (0, 2), dtype="float32")
+    store = Kept(with_top(one, target.parts, 4) for _, one in sorted(read, key=lambda pair: pair[0]))
+    for one in store:
+        assert one.top_ids is not None
+        one.top_ids[one.turns == 0] = -1
+    truth = compare_store(target, store)  # type: ignore[arg-type]
+    assert (truth.last, truth.normed) == (1.0, 0.0)
+    assert truth.layers[2][0] == 2
+    case = Case(target, admit(fused, target.parts), asking(False))
+    case.__dict__ |= {"store_truth": truth, "truth": 1.0}
+    assert check_features(case).verdict == "ok"
+    for one in store:
+        assert one.top_ids is not None
+        one.top_ids = one.top_ids.roll(1, -1)
+    case.__dict__ |= {"store_truth": compare_store(target, store)}  # type: ignore[arg-type]
+    found = check_features(case)
+    assert found.verdict == "wrong"
+    assert "on 0.0% of positions" in found.text
 
 
 def test_a_changed_file_is_no_convention(fused: Path, target: Target, tmp_path: Path) -> None:

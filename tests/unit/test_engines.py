@@ -192,6 +192,9 @@ def test_export_entry_writes_and_refuses_unread_keys(tmp_path: Path) -> None:
         execute(OmegaConf.merge(config, {"tyop": 1}), tmp_path / "run")
     with pytest.raises(ValueError, match="action must be one of"):
         execute(OmegaConf.merge(config, {"action": "ship"}), tmp_path / "run")
+    verified = OmegaConf.merge(config, {"action": "verify", "engine": {"name": "vllm", "python": "/nowhere"}})
+    with pytest.raises(ValueError, match="needs reference=FILE"):
+        execute(verified, tmp_path / "run")
     with pytest.raises(ValueError, match="needs the target's weights"):
         execute(OmegaConf.merge(config, {"action": "import"}), tmp_path / "run")
 

@@ -43,6 +43,21 @@ def test_imports_run_one_way(path):
     assert faults(path.relative_to(ROOT).parts[0], path.read_text()) == []
 
 
+def inside_functions(source: str) -> list[str]:
+    """Modules of eval that are imported inside functions."""
+    made = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [name for node in made for name in imported(ast.unparse(node)) if name.split(".")[0] == "eval"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "eval").glob("*.py")), ids=lambda path: path.name)
+def test_eval_has_no_cycle_to_hide(path):
+    assert inside_functions(path.read_text()) == []
+
+
+def test_a_hidden_cycle_is_found():
+    assert inside_functions("def f():\n    from eval.evaluate import run\n    import math") == ["eval.evaluate"]
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py"], ids=lambda p: p.parent.name)
 def test_package_files_hold_no_code(path):
     body = ast.parse(path.read_text()).body

@@ -1,6 +1,9 @@
-"""What a report's page says of losslessness."""
+"""What a report's page says of losslessness, and of slots that nobody tried."""
 
-from eval.sections import _verdict
+from typing import Any
+
+from eval.plots import draw_plots
+from eval.sections import _verdict, alphas
 
 
 def test_a_comparison_by_the_same_noise_is_named() -> None:
@@ -9,3 +12,17 @@ def test_a_comparison_by_the_same_noise_is_named() -> None:
     assert line == "Sampled output: 50% of answers are the target's own from the same noise, token by token."
     (other,) = _verdict(found | {"noise_identical": None})
     assert "was not compared" in other
+
+
+SEVEN: dict[str, Any] = {"num_slots": 7, "domains": {}, "alpha": [0.5, 0.25, *[0.0] * 5], "trials": [8, 4, 1, *[0] * 4]}
+
+
+def test_a_slot_that_nobody_tried_has_no_figure() -> None:
+    assert alphas(SEVEN) == ["0.50", "0.25", "0.00", "-", "-", "-", "-"]
+    assert list(draw_plots(SEVEN)) == ["alpha.png"]
+
+
+def test_a_server_that_tells_no_slots_leaves_its_picture_out() -> None:
+    """Or tells of other slots than were asked for."""
+    assert draw_plots(SEVEN | {"alpha": [], "trials": []}) == {}
+    assert list(draw_plots(SEVEN | {"alpha": [0.5, 0.4, 0.3], "trials": [8, 4, 1]})) == ["alpha.png"]

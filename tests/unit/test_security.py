@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -24,7 +25,7 @@ from checkpoints.target_files import target_head
 from data.embedded import unpack
 from data.server import ServerSettings
 from data.target import Target
-from eval import engine_server, engines, evaluate
+from eval import engine_server, engines, eval_settings
 from tests.doubles import save_tiny
 from training.marks import plain
 
@@ -147,6 +148,11 @@ SECRETS = {
     "--admin-api-key=abcdef012": "one word",
     '["--api-key", "abcdef012"]': "a list as JSON",
     "x.api-key=abcdef012": "with a dash",
+    "{'api_key': ['abcdef012', 'abcdef0123'], 'x': 1}": "a server's settings",
+    "ServerArgs(api_key='abcdef012', admin_api_key=['abcdef012'])": "a server's arguments",
+    '{"hf_token": "abcdef012"}': "as JSON",
+    "{'Authorization': 'Token abcdef012'}": "a header as a dictionary's",
+    "'x-api-key: abcdef012'": "another header",
 }
 
 
@@ -165,7 +171,8 @@ def test_ordinary_words_stay():
         "drafter.model.mask_token=49151", "batch.row_tokens=512", "answers.server.api_key_env=MY_KEY", "role_key=from",
         "data.hf_datasets_dir=x", "x.hf_datasets_cache_directory=y", "drafter.mask_token=49152", "--enforce-eager",
         "x={mask_token=49152,token=null}", "task-specific-words-and-more", "http://localhost:8000/v1",
-        "a token is a word", "me@host.org", "drafter.model.token=null",
+        "a token is a word", "me@host.org", "drafter.model.token=null", "ServerArgs(api_key=None)",
+        "{'api_key': None, 'eos_token': '</s>', 'max_tokens': 5, \"mask_token\": 7}",
     ]  # fmt: skip
     assert [hide(word) for word in words] == words
     settings = {"role_key": "from", "api_key_env": "MY_KEY", "mask_token": 7, "confidence_reads_token": True}
@@ -187,11 +194,26 @@ def test_a_report_s_command_holds_no_secret(monkeypatch):
         "server_args=[--api-key,opensesame]",
     ]
     run = SimpleNamespace(overrides=SimpleNamespace(task=typed))
-    monkeypatch.setattr(evaluate, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: run))
-    said = evaluate.command()
+    monkeypatch.setattr(eval_settings, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: run))
+    said = eval_settings.command()
     assert "engine=vllm" in said
     assert said.count(HIDDEN) == 3
     assert "sesame" not in said
+
+
+def test_a_started_server_s_log_holds_no_secret(monkeypatch):
+    """Nor what it says last, without a line's end."""
+    monkeypatch.setenv("HF_TOKEN", "opensesame-of-the-environment")
+    said = ["args: {'api_key': ['opensesame-1', 'opensesame-2'], 'model': 'x'}", "Authorization: Bearer opensesame-3"]
+    code = f"import os; print(*{said}, sep=chr(10)); print('last', os.environ['HF_TOKEN'], end='')"
+    command = [sys.executable, "-I", str(engine_server.SUPERVISOR), sys.executable, "-c", code]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, start_new_session=True, text=True) as process:
+        log = process.stdout.read()
+        assert process.wait(30) == 0, process.stderr.read()
+    assert "sesame" not in log
+    assert log.splitlines()[0] == f"args: {{'api_key': {HIDDEN}, 'model': 'x'}}"
+    assert log.splitlines()[-1] == f"last {HIDDEN}"
 
 
 def test_a_joined_server_s_password_is_not_told(monkeypatch):

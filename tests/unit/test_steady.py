@@ -13,9 +13,9 @@ from torch import Tensor
 from data.target import Target
 from drafters.contract import Drafter, Proposal
 from drafters.sampling import Sampling
-from eval import decoder, steady
+from eval import captured, decoder, steady, streams
 from eval.captured import Pinned, read
-from eval.decoder import Clock, DecodeSettings, Generation, generate
+from eval.decoder import Clock, DecodeSettings, Decoding, Generation, generate
 from eval.placed import PlacedCache
 from eval.rounds import _Calls, profile_rounds, random_prompts
 from eval.scheduler import Load, Static
@@ -291,7 +291,7 @@ def test_a_target_on_several_gpus_needs_the_waiting_loop() -> None:
 
     for kind in ("steady", "halves"):
         with pytest.raises(ValueError, match=f"loop={kind} needs the target on one device, it lies on cuda:0, cuda:1"):
-            Loop(kind).group(placed("cuda:0", "cuda:1"), None, DecodeSettings(), None, None)
+            Loop(kind).group(Decoding(placed("cuda:0", "cuda:1"), None, DecodeSettings()))
     for one in (("cuda:1", "cuda:1"), ("cpu", "meta")):
         check_one_device(placed(*one), "steady")
 
@@ -309,6 +309,48 @@ def test_the_second_half_waits_from_the_start(target: Target, monkeypatch: pytes
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     made = decode(target, None, Loop("halves"), max_new_tokens=1)
     assert sorted(one.arrivals[0] for one in made) == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+class Graph:
+    """A graph that takes 100 s to capture and 1 s to replay, by a clock that nothing else moves."""
+
+    now, replays = 0.0, 0
+
+    def __init__(self, run: Callable[[], Any], changed: list[Tensor]) -> None:
+        Graph.now += 100.0
+        self.run = run
+
+    def __call__(self) -> Any:
+        Graph.now += 1.0
+        Graph.replays += 1
+        return self.run()
+
+
+class OnGpu(SteadyGroup):
+    """As on a GPU, with graphs."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.on_gpu = True
+
+
+@pytest.mark.parametrize("kind", ["steady", "halves"])
+def test_capturing_is_no_part_of_a_round(kind: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured in the middle of decoding: neither the clock nor a reader's wait has that time."""
+    Graph.now, Graph.replays = 0.0, 0
+    monkeypatch.setattr(captured, "Captured", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(steady, "SteadyGroup", OnGpu)
+    for module in (captured, decoder, steady, streams):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: Graph.now))
+    clock, loop = Clock(), Loop(kind)
+    made = generate(target, None, PROMPTS, DecodeSettings(max_new_tokens=12), clock, group=loop.group)
+    same(made, decode(target, None, None))
+    assert loop.captured >= 200
+    assert Graph.now == loop.captured + Graph.replays
+    assert clock.seconds["draft"] == clock.seconds["verify"] == Graph.replays / 2
+    assert sum(clock.seconds.values()) == Graph.replays
+    assert max(one.arrivals[-1] for one in made) <= Graph.replays
 
 
 def test_a_schedules_depth_is_asked_on_the_drafting_stream(target: Target) -> None:
@@ -339,7 +381,7 @@ def test_reading_the_prompt_is_no_part_of_a_round(target: Target) -> None:
     """5 s of the drafter's before the rounds, 2 s and 3 s in them."""
     clock = Clock()
     clock.seconds["draft"] = 5.0
-    calls = _Calls(target, None, clock)
+    calls = _Calls(target, None, clock, Loop())
 
     def round_() -> None:
         clock.seconds["draft"] += 2.0
