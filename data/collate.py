@@ -96,13 +96,14 @@ class Collate:
     """Turns samples of a plan's rows into a Batch.
 
     row_tokens: T. anchor_multiple: A is the largest anchor count of the batch rounded up to this (coarse on a GPU,
-    where fixed shapes spare recompilation). dtype of the features. anchors: at most so many a row, drawn without
-    replacement from those allowed, by the batch's seed (None: all).
+    where fixed shapes spare recompilation). dtype of the features (None: the samples' own, which Batch.to widens where
+    the batch goes). anchors: at most so many a row, drawn without replacement from those allowed, by the batch's seed
+    (None: all).
     """
 
     row_tokens: int
     anchor_multiple: int = 32
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32
     anchors: int | None = None
 
     def __call__(
@@ -121,8 +122,8 @@ class Collate:
         shape, (layers, width) = (len(rows), self.row_tokens), first.aux.shape[1:]
         whole = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "positions", "turns", "top1")}
         documents, lse = torch.full(shape, -1), torch.zeros(shape)
-        aux = torch.zeros(*shape, layers, width, dtype=self.dtype)
-        last = torch.zeros(*shape, first.last.shape[-1], dtype=self.dtype)
+        aux = torch.zeros(*shape, layers, width, dtype=self.dtype or first.aux.dtype)
+        last = torch.zeros(*shape, first.last.shape[-1], dtype=self.dtype or first.last.dtype)
         top_ids, top_logp = _tops(shape, first)
         for r, row in enumerate(rows):
             start = 0

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 from data.collate import Collate, Plan
 from data.conversations import Conversation
 from data.features import FeatureStore, Sample, observe
-from data.target import DTYPES, Target
+from data.layout import StoreSettings
+from data.precision import PLAIN
+from data.target import Target
 from drafters.contract import Batch
 
 
@@ -21,9 +23,10 @@ class BatchSettings:
     """row_tokens: T, tokens per packed row (0: the longest conversation, rounded up to 64). rows: packed rows per
     micro-batch over all ranks. anchor_multiple: A is rounded up to this (0: A = T, fixed shapes; null: 32, and
     with a GPU, where each shape is compiled, a quarter of the most that a row can have). workers: loader
-    processes. seed: of the sample order. features: "store" reads the feature store, "online" runs the target while
-    training, "queue" reads a store that producers are still filling. precision: that layers' outputs in the store
-    must have (null: any; it is declared with the drafter).
+    processes, for features that lie on disk. seed: of the sample order. features: "store" reads the feature store,
+    "online" runs the target while training, "queue" reads a store that producers are still filling. precision: that
+    layers' outputs in the store must have (null: any; it is declared with the drafter), or are made in online (a plain
+    dtype; null: as a store's auto).
     """
 
     row_tokens: int = 0
@@ -37,6 +40,18 @@ class BatchSettings:
     def __post_init__(self) -> None:
         if self.features not in ("store", "online", "queue"):
             raise ValueError(f'batch features must be "store", "online" or "queue", got {self.features!r}')
+        if self.features != "online":
+            return
+        if self.workers:
+            raise ValueError(
+                f"batch.features=online runs the target in the training process, whose device a loader process cannot "
+                f"use: batch.workers must be 0, got {self.workers}"
+            )
+        if self.precision not in (None, *PLAIN):
+            raise ValueError(
+                f"batch.features=online stores nothing: batch.precision must be null or one of {', '.join(PLAIN)} "
+                f"(fewer bits take their scales from a store's shards), got {self.precision!r}"
+            )
 
 
 class SampleSource(Protocol):
@@ -59,7 +74,8 @@ class StoreSource:
 
 
 class OnlineSource:
-    """Samples made by the target on demand; the same numbers as a store of the same dtype would hold."""
+    """Samples made by the target on demand; the same numbers as a store of the same dtype would hold. holds: what
+    those are, in words."""
 
     def __init__(
         self,
@@ -73,6 +89,8 @@ class OnlineSource:
         self.dtype, self.batch_tokens = dtype, batch_tokens
         self.lengths = [len(one.tokens) for one in conversations]
         self.ids = [one.id for one in conversations]
+        layout = StoreSettings.of(dtype).layout(len(layers), target.identity["hidden_size"], target.dtype)
+        self.holds = f"{layout.describe()}, made while training"
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         chosen = [self.conversations[i] for i in indices]
@@ -143,15 +161,11 @@ class StepLoader:
 
 
 class PackedData(LightningDataModule):
-    """Training batches of a sample source, `total` micro-steps of them. anchors: drawn a row (None: all)."""
+    """Training batches of a sample source, `total` micro-steps of them, with features in the source's own dtypes: they
+    are widened where they are used, so that no more bytes than were stored are packed, pinned and sent to a GPU.
+    anchors: drawn a row (None: all)."""
 
-    def __init__(
-        self,
-        source: SampleSource,
-        settings: BatchSettings,
-        dtype: str = "float32",
-        anchors: int | None = None,
-    ) -> None:
+    def __init__(self, source: SampleSource, settings: BatchSettings, anchors: int | None = None) -> None:
         super().__init__()
         row_tokens = settings.row_tokens or -(-max(source.lengths) // 64) * 64
         self.source, self.settings = source, settings
@@ -159,7 +173,7 @@ class PackedData(LightningDataModule):
         multiple = settings.anchor_multiple
         if multiple is None:
             multiple = max(32, (anchors or row_tokens) // 4) if torch.cuda.is_available() else 32
-        self.collate = Collate(row_tokens, multiple or row_tokens, DTYPES[dtype], anchors)
+        self.collate = Collate(row_tokens, multiple or row_tokens, None, anchors)
         self.total = 0
 
     @property

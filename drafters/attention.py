@@ -15,8 +15,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 GRAPHS = 1024  # that compiled attention may have: numbers of anchors times steps times gradient modes
+NARROWEST = 16  # head width that FlexAttention's kernels have
+
+
+def fused(query: Tensor) -> bool:
+    """Whether a query [..., d] goes through FlexAttention: on a GPU, and not inside a dispatch mode (one that counts
+    products, say), which is to see every operator and cannot look into a compiled kernel."""
+    return query.is_cuda and query.shape[-1] >= NARROWEST and not is_in_torch_dispatch_mode()
 
 
 def dense_chain(
@@ -133,8 +141,9 @@ def flex_block(
 ) -> Tensor:
     """As `dense_block`, through FlexAttention; `mask` from `block_block_mask`. compiled=False runs the eager
     reference."""
-    keys = torch.cat([context[0], block[0].flatten(2, 3)], 2)
     values = torch.cat([context[1], block[1].flatten(2, 3)], 2)
+    # Under autocast norms give queries and keys 32 bits beside values of 16, and FlexAttention takes one dtype.
+    keys = torch.cat([context[0], block[0].flatten(2, 3)], 2).to(values.dtype)
+    flat = query.flatten(2, 3).to(values.dtype)
     attend = _compiled_flex() if compiled else cast(Callable[..., Any], flex_attention)
-    grouped = query.shape[1] != keys.shape[1]
-    return attend(query.flatten(2, 3), keys, values, block_mask=mask, enable_gqa=grouped).view_as(query)
+    return attend(flat, keys, values, block_mask=mask, enable_gqa=flat.shape[1] != keys.shape[1]).view_as(query)

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from drafters.attention import block_block_mask, dense_block, flex_block
+from drafters.attention import block_block_mask, dense_block, flex_block, fused
 from drafters.branches import Branches, CarriedBranches, SlotBranches
 from drafters.carry import carry_newest
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, check_layers, grid
@@ -108,7 +108,7 @@ class View:
         self, query: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], window: int | None
     ) -> Tensor:
         """Shapes as in `dense_block`; rows of a windowed layer are causal inside their block."""
-        if query.is_cuda and torch.is_grad_enabled():
+        if fused(query) and torch.is_grad_enabled():
             if window not in self.masks:
                 causal = window is not None
                 self.masks[window] = block_block_mask(self.documents, self.anchors, self.slots, window, causal)

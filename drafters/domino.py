@@ -47,13 +47,16 @@ class Domino(BlockDrafter):
 
     def step(self, hidden: Tensor, prev_ids: Tensor, carry: Any) -> tuple[Tensor, Any]:
         """The head reads [h ; g ; 1 from slot 2 on]."""
-        made, state = self.prefix_gru(self._embedded(prev_ids)[:, None], carry)
+        made, state = self._walked(prev_ids[:, None], carry)
         later = hidden.new_full((len(hidden), 1), float(carry is not None))
         return torch.cat([hidden, made[:, 0], later], -1), state
 
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """The target's rows in the GRU's own dtype, which it insists on."""
-        return self.embedding(ids).to(self.prefix_gru.weight_ih_l0.dtype)
+    def _walked(self, ids: Tensor, carry: Any) -> tuple[Tensor, Tensor]:
+        """The GRU over the target's rows of ids [N, K] -> [N, K, state], next carry. In its weights' own dtype: under
+        autocast cuDNN's would run in float16 whatever dtype was asked for, where sums of gradients overflow."""
+        embedded = self.embedding(ids).to(self.prefix_gru.weight_ih_l0.dtype)
+        with torch.autocast(embedded.device.type, enabled=False):
+            return self.prefix_gru(embedded, carry)
 
     def pick_carry(self, carry: Any, rows: Tensor) -> Any:
         """The GRU's state has its layers first."""
@@ -61,7 +64,7 @@ class Domino(BlockDrafter):
 
     def head_inputs(self, hidden: Tensor, prev_ids: Tensor) -> Tensor:
         """The same for all slots at once."""
-        made = self.prefix_gru(self._embedded(prev_ids))[0]
+        made = self._walked(prev_ids, None)[0]
         later = torch.ones_like(hidden[..., :1])
         later[:, 0] = 0.0
         return torch.cat([hidden, made, later], -1)

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from drafters.attention import block_block_mask, dense_block, flex_block
+from drafters.attention import block_block_mask, dense_block, flex_block, fused
 from drafters.block import BLOCK, BlockDrafter, BlockState, View
 from drafters.branches import Branches
 from drafters.contract import Batch, Coupling, Drafter, Grid, Proposal, SlotBatch, TargetParts, grid
@@ -60,7 +60,7 @@ class NoiseView(View):
         self, query: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], window: int | None
     ) -> Tensor:
         """As View's, causal in every layer."""
-        if query.is_cuda and torch.is_grad_enabled() and not self.branch:
+        if fused(query) and torch.is_grad_enabled() and not self.branch:
             if window not in self.masks:
                 self.masks[window] = block_block_mask(self.documents, self.anchors, self.slots, window, True)
             return flex_block(query, context, block, self.masks[window])
@@ -243,8 +243,9 @@ class KForcing(BlockDrafter):
 
     def _temperatures(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Temperature of each row's noises [B], and tau of each anchor [B, A]: that, or 0."""
-        values = torch.tensor(self.noise["temperatures"], device=batch.anchors.device)
         zero = batch.anchors.new_zeros(1)
+        # Filled in on the device: a tensor of the list would be a copy that it is waited for.
+        values = torch.cat([zero.new_full((1,), one, dtype=torch.float32) for one in self.noise["temperatures"]])
         if not self.training:
             heat = values[:1].expand(len(batch.anchors))
             return heat, heat[:, None].expand(batch.anchors.shape)
@@ -280,7 +281,7 @@ class KForcing(BlockDrafter):
         columns, one = torch.arange(batch.tokens.shape[1], device=heat.device), batch.anchors.new_ones(1)
         columns = columns.expand(batch.tokens.shape)
         noise = self._uniforms(batch, columns, one)[..., 0]
-        fresh = torch.ones_like(noise, dtype=torch.bool)
+        fresh, some = torch.ones_like(noise, dtype=torch.bool), not self.training or self.noise["fresh"] > 0
         if self.training:
             fresh = self._uniforms(batch, columns, one, FRESH)[..., 0] < self.noise["fresh"]
         asked = torch.zeros_like(batch.tokens).scatter_add_(1, labels.teacher.flatten(1), labels.mask.flatten(1).long())
@@ -294,7 +295,7 @@ class KForcing(BlockDrafter):
             drawn, anew, data = noise[rows, place], fresh[rows, place], batch.tokens[rows, place + 1]
             left, right = bins(probs, data, self.ranked)
             drawn = torch.where(anew, drawn, left + (right - left) * drawn)
-            wanted = pick(probs, drawn, self.ranked) if bool(anew.any()) else data
+            wanted = pick(probs, drawn, self.ranked) if some else data
             picks[rows, place] = torch.where(anew, wanted, torch.where(right > left, data, -1))
             noise[rows, place] = drawn
         return noise, picks

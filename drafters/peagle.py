@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from drafters.attention import dense_chain, flex_chain
+from drafters.attention import dense_chain, flex_chain, fused
 from drafters.branches import SlotBranches
 from drafters.chains import fewer, narrow, pick, spread, visible_rows
 from drafters.contract import Batch, Drafter, Proposal, SlotBatch, TargetParts, grid
@@ -87,7 +87,7 @@ class Rows:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """query [B, H, N, d], keys and values [B, G, N, d] -> [B, H, N, d]. Two equal forms."""
-        return self.flex(query, keys, values) if query.is_cuda else self.dense(query, keys, values)
+        return self.flex(query, keys, values) if fused(query) else self.dense(query, keys, values)
 
     def flex(self, query: Tensor, keys: Tensor, values: Tensor, compiled: bool = True) -> Tensor:
         """One FlexAttention over all rows."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import LlamaConfig
 
-from drafters.attention import chain_block_mask, dense_chain, flex_chain
+from drafters.attention import chain_block_mask, dense_chain, flex_chain, fused
 from drafters.branches import Branches, NodeColumns
 from drafters.chains import fewer, narrow, pick, spread, visible_rows
 from drafters.contract import Batch, Drafter, Proposal, SlotBatch, grid
@@ -58,7 +58,7 @@ class Seen:
 
     def attend(self, query: Tensor, prefix: Keys, chain: list[Keys]) -> Tensor:
         """query [B, H, A, d] -> [B, H, A, d]. Two equal forms."""
-        if query.is_cuda:
+        if fused(query):
             return flex_chain(query, prefix, chain, self.block_mask)
         return dense_chain(query, prefix, chain, self.visible)
 

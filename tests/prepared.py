@@ -14,9 +14,10 @@ from training.train import run
 LAYERS = [0, 2, 3]
 
 
-def prepare_tiny(folder: Path) -> Path:
-    """A folder as prepare leaves it: a tiny target, 12 random conversations and their features."""
-    save_tiny(folder / "target")
+def prepare_tiny(folder: Path, **model: int) -> Path:
+    """A folder as prepare leaves it: a tiny target (model: keys of its config), 12 random conversations and their
+    features."""
+    save_tiny(folder / "target", **model)
     target = Target.load(str(folder / "target"), dtype="float32")
     texts = [(n, checks.random_text(target, 10 + n, seed=n)) for n in range(12)]
     conversations = [Conversation(f"c{n}", "test", text, [0] * 4 + [1] * (len(text) - 4)) for n, text in texts]

@@ -12,6 +12,7 @@ vocabulary is reduced), `p_hat` is p renormalised over the draft vocabulary.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -28,8 +29,8 @@ class Scored:
     only for measures that read them; lse [u] their log-sum-exp over the whole vocabulary, owner [n] which of the u
     positions predicts a slot's token. label [n] draft id of the target's most likely token, or of the drafter's own
     label (SlotBatch.labels). data [n] draft id of the token in the data. prev [n] target id of the token before.
-    hidden [n, H] the drafter's head input, last [n, D] the target's last hidden state. supervised [G, K] where the n
-    slots stand in their group of anchors. progress: share of training done.
+    hidden [n, H] the drafter's head input, last [n, D] the target's last hidden state. shape: G anchors, K slots of the
+    group's grid. place [n]: where the n slots stand in it, flat. progress: share of training done.
     """
 
     logits: Tensor
@@ -41,7 +42,8 @@ class Scored:
     prev: Tensor
     hidden: Tensor
     last: Tensor
-    supervised: Tensor
+    shape: tuple[int, int]
+    place: Tensor
     progress: float = 0.0
 
     @cached_property
@@ -68,8 +70,8 @@ class Scored:
 
     def in_grid(self, values: Tensor, empty: float = 0.0) -> Tensor:
         """values [n] of the slots in their group's grid [G, K], `empty` where nothing is supervised."""
-        whole = values.new_full(self.supervised.shape, empty)
-        return whole.masked_scatter(self.supervised, values)
+        anchors, slots = self.shape
+        return values.new_full((anchors * slots,), empty).scatter(0, self.place, values).view(self.shape)
 
 
 def soft_ce(s: Scored) -> Tensor:
@@ -115,7 +117,10 @@ def expected_acceptance(s: Scored) -> Tensor:
     Summed over a chain's slots it is K less the expected accepted length, so its gradient is that of tau under
     rejection sampling (end-to-end TV). Use it with uniform weights.
     """
-    return 1.0 - s.in_grid(s.overlap).cumprod(-1)[s.supervised]
+    alphas = s.in_grid(s.overlap).unbind(-1)
+    # One by one: the backward pass of cumprod asks the device whether anything is 0.
+    reached = accumulate(alphas, torch.mul)
+    return 1.0 - torch.stack(list(reached), -1).flatten()[s.place]
 
 
 def lk_alpha(s: Scored) -> Tensor:
@@ -269,8 +274,10 @@ class Objective:
         [n] of all terms' weights."""
         even = self.slot_weights.static(num_slots, weights.device).mean()
         scales = [factors * (even if name in (self.unweighted or ()) else weights) for name in self.terms]
-        parts = torch.stack([(values * scale).sum() for values, scale in zip(losses, scales, strict=True)])
-        return (parts * parts.new_tensor(list(self.terms.values()))).sum(), parts
+        parts = [(values * scale).sum() for values, scale in zip(losses, scales, strict=True)]
+        # Coefficients stay numbers: a tensor of them would be a copy that the device is waited for.
+        mixed = torch.stack([part * factor for part, factor in zip(parts, self.terms.values(), strict=True)])
+        return mixed.sum(), torch.stack(parts)
 
 
 @dataclass
@@ -328,7 +335,7 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     last, _, lse = batch.outputs()
     scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, last, lse, batch)
     chunk = objective.chunk or LOGITS_AT_ONCE // len(drafter.vocabulary)
-    groups = labels.supervised.any(-1).nonzero()[:, 0].split(max(1, chunk // num_slots))
+    groups = groups_of(labels, max(1, chunk // num_slots))
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     loss, sums = _ChunkedSum.apply(slots.hidden.flatten(0, 1), scorer, groups, *parameters)
     offered, kept, overlap, supervised = sums[len(objective.terms) :].view(4, num_slots)
@@ -341,11 +348,39 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     return Terms(loss, denominator, parts, offered, kept, overlap, supervised)
 
 
+@dataclass
+class Group:
+    """A chunk of anchors. anchors [G] in the flat grid; place [n]: their supervised slots in the group's grid [G, K],
+    flat, and slots [n] in the whole grid, flat. positions [u]: flat positions whose last hidden states predict those
+    slots, owner [n] which of the u each."""
+
+    anchors: Tensor
+    place: Tensor
+    slots: Tensor
+    positions: Tensor
+    owner: Tensor
+
+
+def groups_of(labels: Labels, size: int) -> list[Group]:
+    """The anchors with a supervised slot, `size` at a time.
+
+    Shapes depend on values here and nowhere else in the objective: a GPU is waited for before its first logits are
+    made, and no longer between chunks.
+    """
+    steps, found = torch.arange(labels.mask.shape[1], device=labels.mask.device), []
+    for anchors in labels.supervised.any(-1).nonzero()[:, 0].split(size):
+        place = labels.supervised[anchors].flatten().nonzero()[:, 0]
+        slots = (anchors[:, None] * len(steps) + steps).flatten()[place]
+        positions, owner = labels.where.flatten()[slots].unique(return_inverse=True)
+        found.append(Group(anchors, place, slots, positions, owner))
+    return found
+
+
 def _narrowed(target: TargetParts, drafter: Drafter) -> TargetParts:
     """The target with its head cut to the draft vocabulary."""
     if drafter.vocabulary.is_full:
         return target
-    ids = drafter.vocabulary.ids.to(target.head.device)
+    ids = drafter.vocabulary.ids_on(target.head.device)
     return replace(target, head=target.head[ids], head_bias=None if target.head_bias is None else target.head_bias[ids])
 
 
@@ -371,55 +406,51 @@ class _Scorer:
         vocabulary = self.drafter.vocabulary
         return top_logits(vocabulary.inverse_on(ids.device)[ids], logp, self.lse.flatten()[positions], len(vocabulary))
 
-    def score(self, hidden: Tensor, group: Tensor) -> tuple[Scored, Tensor]:
-        """hidden [G, K, D] of the group's anchors -> their supervised slots and where those stand [G, K]."""
-        labels, supervised = self.labels, self.labels.supervised[group]
-        last, lse, where = self.last.flatten(0, 1), self.lse.flatten(), labels.where[group][supervised]
-        positions, owner = where.unique(return_inverse=True)
-        states, prev = hidden[supervised], labels.prev_ids[group][supervised]
-        scored = Scored(
+    def score(self, hidden: Tensor, group: Group) -> Scored:
+        """hidden [G, K, D] of the group's anchors -> their supervised slots."""
+        labels, slots = self.labels, group.slots
+        states, prev = hidden.flatten(0, 1).index_select(0, group.place), labels.prev_ids.flatten()[slots]
+        return Scored(
             logits=self.drafter.logits(states, prev),
-            teach=lambda: self.teach(positions),
-            lse=lse[positions],
-            owner=owner,
-            label=labels.label[group][supervised],
-            data=labels.data[group][supervised],
+            teach=lambda: self.teach(group.positions),
+            lse=self.lse.flatten()[group.positions],
+            owner=group.owner,
+            label=labels.label.flatten()[slots],
+            data=labels.data.flatten()[slots],
             prev=prev,
             hidden=states,
-            last=last[where],
-            supervised=supervised,
+            last=self.last.flatten(0, 1)[labels.where.flatten()[slots]],
+            shape=(hidden.shape[0], hidden.shape[1]),
+            place=group.place,
             progress=self.batch.progress,
         )
-        return scored, supervised
 
-    def sums(self, hidden: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, hidden: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         """Weighted loss of one group, and [terms + 4 K] sums: each measure, offered, kept, overlap, supervised."""
-        scored, supervised = self.score(hidden, group)
-        weights = self.objective.slot_weights.of(self.objective.confidence(scored), supervised)[supervised]
-        factors = 1.0 if self.labels.factors is None else self.labels.factors[group][supervised]
+        scored, supervised = self.score(hidden, group), self.labels.supervised[group.anchors]
+        weights = self.objective.slot_weights.of(self.objective.confidence(scored), supervised).flatten()[group.place]
+        factors = 1.0 if self.labels.factors is None else self.labels.factors.flatten()[group.slots]
         losses = []
         for measure in self.objective.measures(self.drafter).values():  # a comprehension would be one more frame
             losses.append(measure(scored))
         loss, parts = self.objective.mix(losses, weights, supervised.shape[1], factors)
         with torch.no_grad():
-            hit = torch.zeros_like(supervised)
-            hit[supervised] = scored.logits.argmax(-1) == scored.label
-            reached = hit.long().cumprod(-1)
+            reached = scored.in_grid((scored.logits.argmax(-1) == scored.label).long()).cumprod(-1)
             before = torch.cat([torch.ones_like(reached[:, :1]), reached[:, :-1]], 1)
             overlap = torch.zeros(supervised.shape, device=supervised.device)
             if "overlap" in scored.__dict__:  # free when a measure has made it, one pass over [n, W] when not
-                overlap[supervised] = scored.overlap
-            offered = (before * self.labels.mask[group]).sum(0)
+                overlap = scored.in_grid(scored.overlap)
+            offered = (before * self.labels.mask[group.anchors]).sum(0)
             by_slot = torch.cat([offered, reached.sum(0), overlap.sum(0), supervised.sum(0)])
         return loss, torch.cat([parts.detach(), by_slot.to(parts.dtype)])
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Sum of scorer.sums(hidden[group], group) over groups, whose gradient is made group by group in the forward
+    """Sum of scorer.sums(hidden of a group, group) over groups, whose gradient is made group by group in the forward
     pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, scorer: _Scorer, groups: tuple[Tensor, ...], *parameters: Tensor) -> Any:
+    def forward(ctx: Any, hidden: Tensor, scorer: _Scorer, groups: list[Group], *parameters: Tensor) -> Any:
         wanted = any(ctx.needs_input_grad)
         d_hidden = torch.zeros_like(hidden) if wanted else None
         d_parameters: list[Tensor | None] = [None] * len(parameters)
@@ -427,12 +458,12 @@ class _ChunkedSum(torch.autograd.Function):
         sums = hidden.new_zeros(len(scorer.objective.terms) + 4 * hidden.shape[1], dtype=torch.float32)
         for group in groups:
             with torch.set_grad_enabled(wanted):
-                part = hidden[group].detach().requires_grad_(wanted)
+                part = hidden[group.anchors].detach().requires_grad_(wanted)
                 value, made = scorer.sums(part, group)
             loss, sums = loss + value.detach(), sums + made
             if d_hidden is not None:
                 first, *others = torch.autograd.grad(value, (part, *parameters), allow_unused=True)
-                d_hidden[group] = first
+                d_hidden[group.anchors] = first
                 d_parameters = [_add(kept, new) for kept, new in zip(d_parameters, others, strict=True)]
         ctx.gradients = (d_hidden, d_parameters)
         ctx.mark_non_differentiable(sums)
@@ -473,6 +504,7 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
     logits = drafter.logits(hidden.flatten(0, 1), labels.prev_ids.flatten())
     teacher = everything[:, drafter.vocabulary.ids.to(last.device)]
     kept = labels.supervised.flatten()
+    shape = (labels.supervised.shape[0], labels.supervised.shape[1])
     scored = Scored(
         logits=logits[kept],
         teach=lambda: teacher[kept],
@@ -483,7 +515,8 @@ def plain_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: Target
         prev=labels.prev_ids.flatten()[kept],
         hidden=hidden.flatten(0, 1)[kept],
         last=last[kept],
-        supervised=labels.supervised,
+        shape=shape,
+        place=kept.nonzero()[:, 0],
         progress=batch.progress,
     )
     weights = objective.slot_weights.of(objective.confidence(scored), labels.supervised)[labels.supervised]

@@ -146,7 +146,7 @@ class SelfForcing:
             return with_drafts(batch, fresh)
         pick = int(counter_uniform(torch.tensor(micro_step), torch.tensor(1), FORCING_STREAM) * len(self.kept))
         old = self.kept[pick]
-        return with_drafts(self.again(old.micro_step).to(batch.tokens.device), old)
+        return with_drafts(self.again(old.micro_step).to(batch.tokens.device, batch.last.dtype), old)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: all ranks' rollouts, for any number of ranks. Every rank must call it."""

@@ -34,7 +34,7 @@ from checkpoints.run import complete, known_groups, native_bf16, record, setting
 from data.chat import Template
 from data.collate import Plan
 from data.conversations import Conversation, Prompt, read_conversations, read_prompts, token_counts
-from data.features import FeatureStore, conversations_fingerprint
+from data.features import BATCH_TOKENS, FeatureStore, conversations_fingerprint
 from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, StoreSource
 from data.queue import QueueSource
 from data.sources import SourceSettings
@@ -194,8 +194,7 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     declared = {"prepared": given.prepared_as, "conversations": len(conversations)}
     if isinstance(source, QueueSource):
         source.follow(data.plan, data.total)
-    if isinstance(source, StoreSource | QueueSource):
-        declared["features"] = checked_store(source.store, given, drafter)
+    declared["features"] = held_features(source, given, drafter)
     if launched_rank() == 0:
         record(out, config, target=target.identity, prepared=declared, run=marks)
     keeper = Keeper(out, config, acceptance, target.identity, declared, marks, steering.checkpoint_every)
@@ -237,10 +236,15 @@ def read_given(config: DictConfig) -> Given:
     )
 
 
-def checked_store(store: FeatureStore, given: Given, drafter: Drafter) -> dict[str, str]:
-    """What the store holds and how true it is, said and returned. ValueError when this run cannot learn from it."""
-    held = check_store(store, given.batches.precision, drafter, given.objective, given.forcing.share > 0)
-    truth = "none yet" if store.truth is None else f"{store.truth:.2%}"
+def held_features(source: SampleSource, given: Given, drafter: Drafter) -> dict[str, str]:
+    """What a source's features hold, and of a store the share that passed check 4; prints it. ValueError when a store
+    cannot train this drafter; see check_store."""
+    if isinstance(source, OnlineSource):
+        say("features", [source.holds])
+        return {"holds": source.holds}
+    assert isinstance(source, StoreSource | QueueSource)
+    held = check_store(source.store, given.batches.precision, drafter, given.objective, given.forcing.share > 0)
+    truth = "none yet" if source.store.truth is None else f"{source.store.truth:.2%}"
     say("features", [f"{held}; check 4 on {truth} of a sample"])
     return {"holds": held, "truth": truth}
 
@@ -333,7 +337,8 @@ def draft_vocabulary(
 
 def warm_start(drafter: Drafter, target: Target, data: PackedData) -> None:
     """Begin from what the target is and from what the first batch shows; prints what was taken."""
-    say("warm start", drafter.warm_start(target.parts) + drafter.warm_start_on(data.first.to(target.device)))
+    batch = data.first.to(target.device, torch.float32)
+    say("warm start", drafter.warm_start(target.parts) + drafter.warm_start_on(batch))
 
 
 def say(what: str, lines: Sequence[str]) -> None:
@@ -363,7 +368,8 @@ def feature_source(
 ) -> SampleSource:
     """The store beside the conversations, or the target itself; both checked against the drafter's needs."""
     if batches.features == "online":
-        return OnlineSource(target, conversations, drafter.needs.layers, "auto", 4096)
+        precision = batches.precision or "auto"
+        return OnlineSource(target, conversations, drafter.needs.layers, precision, BATCH_TOKENS)
     if batches.features == "queue":
         return QueueSource(prepared / "features", conversations, target.identity, drafter.needs.layers, target.parts)
     store = FeatureStore.open(prepared / "features", target.identity, drafter.needs.layers, "lazy", target.parts)

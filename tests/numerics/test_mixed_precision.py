@@ -70,6 +70,25 @@ def test_rollouts_do_not_depend_on_the_steps_precision(target: Target) -> None:
         assert torch.equal(getattr(alone[1], key), getattr(mixed[1], key)), key
 
 
+def test_a_recurrent_head_keeps_its_bits(target: Target) -> None:
+    """cuDNN's GRU runs in float16 under any autocast, and no scaler looks after its gradients."""
+    torch.manual_seed(0)
+    drafter = checks.build("domino", target, num_slots=3).float().train()
+    seen: list[bool] = []
+    drafter.prefix_gru.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+        lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    hidden, tokens = torch.randn(2, 3, 32), torch.randint(4, 60, (2, 3))
+    with bf16():
+        together = drafter.head_inputs(hidden, tokens)  # type: ignore[operator]
+        apart, carry = [], None
+        for k in range(3):
+            made, carry = drafter.step(hidden[:, k], tokens[:, k], carry)  # type: ignore[operator]
+            apart.append(made)
+    assert seen == [False] * 4
+    torch.testing.assert_close(torch.stack(apart, 1), together)
+
+
 class Casts(TorchDispatchMode):
     """Sizes of tensors that were copied into another dtype."""
 

@@ -93,8 +93,8 @@ def grid_anchors(batch) -> int:
 def scored(logits: list[float], teacher: list[float], label: int = 0) -> Scored:
     z, t = torch.tensor([logits]), torch.tensor([teacher])
     index, state = torch.tensor([label]), torch.zeros(1, 2)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    return Scored(z, lambda: t, t.logsumexp(-1), torch.tensor([0]), index, index, index, state, state, one)
+    first = torch.tensor([0])
+    return Scored(z, lambda: t, t.logsumexp(-1), first, index, index, index, state, state, (1, 1), first)
 
 
 def test_measures_by_hand():

@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,13 +20,15 @@ from omegaconf import OmegaConf
 import drafters
 from checkpoints.files import read_json, read_tensors
 from checkpoints.lock import LOCK
-from data.features import FeatureStore
+from data.conversations import read_conversations
+from data.features import FeatureStore, capture
 from data.module import BatchSettings, OnlineSource, PackedData, StoreSource
 from data.target import Target
+from drafters.contract import Needs
 from tests import checks
 from tests.prepared import LAYERS, overrides, prepare_tiny, trace, train
 from training.keeper import WindowTimer
-from training.train import run, settings_of_init
+from training.train import feature_source, held_features, run, settings_of_init
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +154,6 @@ def test_accumulation_equals_larger_rows(prepared, tmp_path):
 def test_online_and_offline_batches_are_the_same(prepared):
     target = Target.load(str(prepared / "target"), dtype="float32")
     store = FeatureStore.open(prepared / "features", target.identity, LAYERS)
-    from data.conversations import read_conversations
-
     conversations = read_conversations(prepared / "conversations.jsonl")
     offline = PackedData(StoreSource(store), BatchSettings(rows=2))
     online = PackedData(OnlineSource(target, conversations, LAYERS, "float32", 4096), BatchSettings(rows=2))
@@ -162,6 +163,22 @@ def test_online_and_offline_batches_are_the_same(prepared):
         assert torch.equal(one.anchors, other.anchors)
         assert torch.allclose(one.aux, other.aux, atol=1e-4)
         assert torch.allclose(one.lse, other.lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", [None, "float16", "float32"])
+def test_online_features_have_the_precision_that_is_asked_for(precision, prepared, tmp_path):
+    target = Target.load(str(prepared / "target"), dtype="float32")
+    conversations = read_conversations(prepared / "conversations.jsonl")[:3]
+    drafter = cast(Any, SimpleNamespace(needs=Needs((0, 2, 3))))
+    source = feature_source(
+        BatchSettings(features="online", precision=precision), prepared, target, drafter, conversations
+    )
+    store = capture(target, conversations, LAYERS, tmp_path, dtype=precision or "auto")
+    for index, made in enumerate(source.samples([0, 1, 2])):
+        assert torch.equal(made.aux, store[index].aux)
+        assert torch.equal(made.last, store[index].last)
+    held = held_features(source, cast(Any, None), drafter)
+    assert held["holds"].startswith(f"layers {precision or 'bfloat16'}, ")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (checks.ROOT / "conf" / "experiment").glob("*.yaml")))

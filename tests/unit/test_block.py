@@ -1,13 +1,17 @@
 """Block drafters: masks written out by hand, layers, mask token, and the two forms of block attention."""
 
 import re
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from data.collate import draw_anchors
 from data.target import unused_token
-from drafters.attention import block_block_mask, dense_block, flex_block
+from drafters import attention
+from drafters.attention import block_block_mask, dense_block, flex_block, fused
 from drafters.block import BlockLayer, View, spread_layers
 from drafters.dflash import DFlash
 from drafters.layers import Rotary
@@ -57,6 +61,36 @@ def test_flex_equals_dense(target, window):
     dense = dense_block(query, context, block, one.visible(window), one.inside(window, query.device))
     mask = block_block_mask(one.documents, one.anchors, 3, window, window is not None)
     assert torch.allclose(flex_block(query, context, block, mask, compiled=False), dense, atol=1e-5)
+
+
+def test_flex_gets_one_dtype_under_autocast(target, monkeypatch):
+    """Norms over heads give queries and keys of 32 bits there, projections values of 16."""
+    seen: list[set[torch.dtype]] = []
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **_: object) -> torch.Tensor:
+        seen.append({query.dtype, keys.dtype, values.dtype})
+        return query
+
+    monkeypatch.setattr(attention, "flex_attention", attend)
+    one, layer = view(target, 3), BlockLayer(DFlash(target.parts, None, num_slots=2, layers=[0, 2]).layer_config)
+    mask = block_block_mask(one.documents, one.anchors, 3, None, False)
+    monkeypatch.setattr(View, "attend", lambda self, q, c, b, window: flex_block(q, c, b, mask, compiled=False))
+    with torch.autocast("cpu", torch.bfloat16):
+        states = torch.randn(1, 8, 32)
+        context = layer.self_attn.keys_values(states, one.rotary, torch.arange(8)[None])
+        out = layer.attend(torch.randn(1, 3, 3, 32), one, context)
+    assert context[0].dtype != context[1].dtype, "norms and projections agree: this shows nothing"
+    assert seen == [{torch.bfloat16}]
+    assert out.shape == (1, 3, 3, 32)
+
+
+def test_fused_attention_is_left_to_operators_that_are_looked_at():
+    wide, narrow = (cast(Any, SimpleNamespace(is_cuda=True, shape=(1, 1, 1, width))) for width in (16, 8))
+    assert fused(wide)
+    assert not fused(narrow)
+    assert not fused(torch.zeros(1, 1, 1, 16))
+    with FlopCounterMode(display=False):
+        assert not fused(wide)
 
 
 def test_spread_layers_are_those_of_the_released_drafters():

@@ -1,10 +1,20 @@
 """Packing: whole conversations, isolated documents, an order that only (seed, step) decides."""
 
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from data.collate import Collate, Plan, pack
 from data.features import Sample
+from data.module import BatchSettings, PackedData
+from drafters.contract import Batch
+from training.module import DrafterModule
 
 
 def sample(name: str, tokens: list[int], turns: list[int]) -> Sample:
@@ -57,3 +67,68 @@ def test_any_step_without_the_ones_before():
 def test_an_empty_store_is_refused():
     with pytest.raises(ValueError, match="nothing to train on"):
         Plan([], 8, 2, seed=0)
+
+
+def narrow_sample(name: str) -> Sample:
+    """Features as a store of 16 bits gives them."""
+    one = sample(name, [5, 6, 7, 8], [0, 1, 1, 1])
+    return replace(one, aux=torch.randn(4, 2, 3).bfloat16(), last=torch.randn(4, 3).half())
+
+
+class Two:
+    """A source of two conversations."""
+
+    lengths, ids = [4, 4], ["a", "b"]
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        torch.manual_seed(0)
+        both = [narrow_sample(name) for name in self.ids]
+        return [both[i] for i in indices]
+
+
+class Copies(TorchDispatchMode):
+    """dtype and non_blocking of every tensor that is sent to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[torch.dtype, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        goal = (kwargs or {}).get("device")
+        if func is torch.ops.aten._to_copy.default and goal is not None and torch.device(goal) != args[0].device:
+            self.sent.append((args[0].dtype, bool((kwargs or {}).get("non_blocking", False))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_features_travel_as_they_were_stored_and_are_widened_where_they_arrive():
+    packed = PackedData(Two(), BatchSettings(row_tokens=8, rows=1))
+    batch = packed.first
+    assert (batch.aux.dtype, batch.last.dtype) == (torch.bfloat16, torch.float16)
+    with Copies() as copies:
+        there = DrafterModule.transfer_batch_to_device(cast(Any, None), batch, torch.device("meta"), 0)
+    assert there.aux.dtype == there.last.dtype == torch.float32
+    assert {dtype for dtype, _ in copies.sent} == {torch.bfloat16, torch.float16, torch.float32, torch.int64}
+    assert [dtype for dtype, _ in copies.sent].count(torch.float32) == 1, "lse alone was 32 bits wide before"
+    assert all(later for _, later in copies.sent), "a copy that blocks"
+    here = DrafterModule.transfer_batch_to_device(cast(Any, None), batch, torch.device("cpu"), 0)
+    wide = Collate(8)([[Two().samples([i])[0] for i in packed.plan.batch(0)[0]]])
+    assert torch.equal(here.aux, wide.aux)
+    assert torch.equal(here.last, wide.last)
+
+
+def test_the_loader_pins_every_tensor_of_a_batch(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self, *_: seen.append(self) or self)
+    batch = Collate(8)([[narrow_sample("a")]])
+    pinned = pin_memory(batch, None)
+    assert isinstance(pinned, Batch)
+    tensors = [getattr(batch, one.name) for one in fields(Batch) if isinstance(getattr(batch, one.name), Tensor)]
+    assert [id(one) for one in seen] == [id(one) for one in tensors]
+
+
+def test_what_the_target_in_this_process_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="batch.workers must be 0, got 2"):
+        BatchSettings(features="online", workers=2)
+    with pytest.raises(ValueError, match="batch.precision must be null or one of .*float32.*got 'int8'"):
+        BatchSettings(features="online", precision="int8")
+    assert BatchSettings(features="store", workers=2, precision="int8").workers == 2

@@ -102,7 +102,7 @@ def test_two_producers_share_the_work_and_training_sees_what_a_store_gives(targe
     assert sum(wrote) == len(both[0].plan)
     rows = conversations()
     plain = capture(target, rows, LAYERS, tmp_path / "store", batch_tokens=64)
-    collate = Collate(24)
+    collate = Collate(24, dtype=None)
     for step, batch in enumerate(found):
         wanted = collate([[plain[i] for i in row] for row in packed.plan.batch(step)], seed=step)
         assert torch.equal(batch.tokens, wanted.tokens)

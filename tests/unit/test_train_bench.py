@@ -1,5 +1,6 @@
 """`headstart bench train`: the twins agree in what they compute, and the naive one holds all logits at once."""
 
+import io
 import os
 import signal
 import sys
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from rich.console import Console
 
 import headstart
 from checkpoints.files import read_json
 from eval.bench import StepSettings
 from tests import checks
-from training.bench import FILE, Job, apart, build, jobs, matmul_peak, measure, random_batch, random_parts
+from training import bench
+from training.bench import FILE, Job, Step, apart, build, jobs, matmul_peak, measure, random_batch, random_parts
 from training.objectives import Objective, plain_terms, slot_terms
 
 SMALL = {
@@ -100,6 +103,32 @@ def test_a_process_of_its_own() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         apart(dies)
     assert matmul_peak(1) > 1e8
+
+
+def test_one_that_fails_leaves_the_others_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed for its memory, say: the naive twin first, then ours."""
+    step = Step(1, 1, 1.0, 1, 1)
+
+    def killed(forms: set[str]) -> Any:
+        def apart(_: Any, __: Job, form: str) -> Step:
+            if form in forms:
+                raise RuntimeError("the measuring process ended with status -9: out of memory?")
+            return step
+
+        return apart
+
+    monkeypatch.setattr(bench, "apart", killed({"naive"}))
+    alone = bench.line(job("medusa"))
+    assert (alone.ours, alone.naive) == (step, None)
+    assert alone.refused is not None
+    assert alone.refused.startswith("naive twin: the measuring process ended")
+    monkeypatch.setattr(bench, "apart", killed({"ours", "naive"}))
+    none = bench.line(job("medusa"))
+    assert (none.ours, none.naive) == (None, None)
+    assert none.refused is not None
+    console = Console(width=400, record=True, file=io.StringIO())
+    bench.show([alone, none], 1e9, console)
+    assert console.export_text().count("out of memory") == 2
 
 
 def test_settings_are_checked() -> None:
