@@ -286,7 +286,7 @@ class Decoder:
                 if not left:
                     break
                 if len(left) < len(rows):
-                    cache.reorder_cache(torch.tensor(left, device=self._device))
+                    cache.reorder_cache(cast(Any, torch.tensor(left, device=self._device)))
                     rows, mask = [rows[index] for index in left], mask[left]
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
                 tokens = torch.tensor([[row.written[-1]] for row in rows])
