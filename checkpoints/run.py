@@ -84,7 +84,7 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if not isinstance(value, KINDS[kind][1]) or (isinstance(value, bool) and kind in (int, float)):
         return False
-    held: Any = value.values() if kind is dict else value if kind is list else ()
+    held: Any = value.values() if kind is dict else value if kind is list else ()  # type: ignore[attr-defined]
     return all(fits(one, inner[-1]) for one in held) if inner else True
 
 
