@@ -40,7 +40,7 @@ from eval.progress import Watch
 from eval.recording import Recording, kept
 from eval.replayed import measure_replay
 from training.marks import difference, plain
-from training.train import read_prepared
+from training.train import read_prepared, settings_of_init
 from training.train import run as train
 
 # What the comparison sets itself, the same for all runs.
@@ -190,7 +190,9 @@ def plan(chosen: CompareSettings, config: DictConfig, out: Path) -> list[Run]:
     heldout = [] if chosen.heldout is None else ["data@heldout=jsonl", f"heldout.path={chosen.heldout}"]
     runs = []
     for name in chosen.only or list(chosen.drafters):
-        composed = compose_train([*heldout, *chosen.train, *chosen.drafters[name]])
+        words = [*chosen.train, *chosen.drafters[name]]
+        composed = compose_train([*heldout, *words])
+        settings_of_init(composed, words)
         composed.target, composed.prepared, composed.seed = config.target, chosen.prepared, chosen.seed
         composed.resume = "auto"
         composed.trainer.update({"max_steps": budget.steps or 0, "max_tokens": budget.tokens, "max_minutes": None})

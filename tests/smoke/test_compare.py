@@ -139,6 +139,16 @@ def test_one_table_for_all(compared, prepared):
     assert not list(compared.rglob(".tmp-*"))
 
 
+def test_a_run_that_begins_from_a_head_has_its_settings(compared, prepared, tmp_path):
+    head = compared / "runs" / "short" / "drafter"
+    words = overrides(prepared, **{"budget.steps": 1, "only": "[more]"})
+    config = checks.compose_config("compare", *words, f"+drafters.more=['drafter=eagle3','init={head}']")
+    given = OmegaConf.masked_copy(config, list(compare.CompareSettings.__dataclass_fields__))
+    (one,) = compare.plan(settings(compare.CompareSettings, given, "compare"), config, tmp_path)
+    assert one.config.drafter.model.num_slots == 2
+    assert one.config.drafter.model.layers == LAYERS
+
+
 def test_a_finished_run_is_not_trained_or_measured_again(compared, prepared, monkeypatch):
     before = read_json(compared / "compare.json")["drafters"]
     monkeypatch.setattr(compare, "train", None)
