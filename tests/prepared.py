@@ -32,7 +32,7 @@ def prepare_tiny(folder: Path, **model: int) -> Path:
     return folder
 
 
-def overrides(prepared: Path, **more: object) -> list[str]:
+def overrides(prepared: Path, /, **more: object) -> list[str]:
     """Hydra's words for a short run."""
     base = {
         "target": "any",
@@ -57,7 +57,7 @@ def overrides(prepared: Path, **more: object) -> list[str]:
     return [f"{key}={value}" for key, value in base.items()]
 
 
-def train(prepared: Path, out: Path, **more: object) -> dict:
+def train(prepared: Path, out: Path, /, **more: object) -> dict:
     """Train in this process."""
     out.mkdir(parents=True, exist_ok=True)
     return run(checks.compose_config("train", *overrides(prepared, **more)), out)
