@@ -1,4 +1,4 @@
-"""What training keeps: last.ckpt to resume from, and the drafter with the best tau."""
+"""What training keeps: last.ckpt to resume from, the drafter with the best tau, and the rows of its curves."""
 
 import os
 import shutil
@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Timer
 from omegaconf import DictConfig
 from rich.console import Console
+from torch import Tensor
 
 from checkpoints.files import write_json
 from checkpoints.folder import save_drafter
@@ -64,6 +66,24 @@ class WindowTimer(Timer):
     def on_train_batch_end(self, trainer: Trainer, *rest: Any, **named: Any) -> None:
         if (trainer.fit_loop.total_batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             super().on_train_batch_end(trainer, *rest, **named)
+
+
+class StepLog(Callback):
+    """Logs every `every`-th optimizer step's row. It stands before the Keeper: Lightning's own logging comes after all
+    callbacks, so a run killed between the two would go on from a checkpoint whose step no file holds."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        module = cast(DrafterModule, pl_module)
+        row, module.row = module.row, {}  # empty inside an accumulation window
+        if not row or trainer.global_step % self.every:
+            return
+        tensors = {name: value for name, value in row.items() if isinstance(value, Tensor)}
+        values = row | dict(zip(tensors, torch.stack(list(tensors.values())).tolist() if tensors else (), strict=True))
+        for logger in trainer.loggers:
+            logger.log_metrics(cast(dict[str, float], values), step=trainer.global_step)
 
 
 class Keeper(Callback):

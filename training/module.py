@@ -29,9 +29,9 @@ class DrafterModule(LightningModule):
     self_forcing: puts the drafter's own drafts in the place of some batches (None: never). max_skipped: steps in a row
     whose loss or gradient is not finite that are skipped and counted; one more ends the run.
 
-    stop_asked: set by a signal on any rank; stopping: all ranks know it, after the same step. autocast: compute in
-    bfloat16 inside the step, where the strategy leaves that to the module. activations: what a step keeps of its
-    forward pass (training.activations).
+    row: what the last optimizer step has to log (`StepLog` takes it). stop_asked: set by a signal on any rank;
+    stopping: all ranks know it, after the same step. autocast: compute in bfloat16 inside the step, where the strategy
+    leaves that to the module. activations: what a step keeps of its forward pass (training.activations).
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class DrafterModule(LightningModule):
         self.tokens_seen = self.skipped = self._in_a_row = 0
         self.max_skipped, self.autocast = max_skipped, False
         self.activations: Kept = "keep"
+        self.row: dict[str, Tensor | float] = {}
         self.stop_asked = self.stopping = False
         self._started: tuple[float, int] | None = None
 
@@ -121,14 +122,13 @@ class DrafterModule(LightningModule):
                 f"{line}; {self._in_a_row} steps in a row, more than trainer.max_skipped {self.max_skipped}. The last "
                 f"checkpoint holds finite weights: lower optimizer.lr, or look at these conversations"
             )
-        # The last good values would be logged again in their place.
-        self.log("loss", loss, prog_bar=True)
-        self.log_dict({"skipped": float(self.skipped), "grad_norm": norm})
+        self.row = {"loss": loss, "skipped": float(self.skipped), "grad_norm": norm}
+        self.log("loss", loss, prog_bar=True, logger=False)
         if self.trainer.is_global_zero:
             Console().print(line, style="yellow", soft_wrap=True, highlight=False)
 
     def _report(self, sums: dict[str, Tensor], slots: int, norm: float) -> None:
-        """Log what the window summed; names carry no reduction because sums were divided here, once."""
+        """Make the row of what the window summed; names carry no reduction because sums were divided here, once."""
         now = time.perf_counter()
         started, before = self._started or (now, 0)
         self._started = (started, before + slots) if self._started else (now, 0)
@@ -145,8 +145,8 @@ class DrafterModule(LightningModule):
         kept |= {f"loss/{n[5:]}": v / denominator for n, v in sums.items() if n.startswith("part/")}
         kept |= {"grad_norm": norm, "skipped": float(self.skipped)}
         kept |= {"tokens": float(self.tokens_seen), "lr": self.optimizers().param_groups[-1]["lr"]}  # type: ignore[union-attr]
-        self.log_dict(shown, prog_bar=True)
-        self.log_dict(kept)
+        self.row = shown | kept
+        self.log_dict(shown, prog_bar=True, logger=False)
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.named_parameters(), self.settings)

@@ -45,7 +45,7 @@ from eval.recording import Question, Recording, belongs, owner_of, record_answer
 from eval.replay import Trajectory
 from training.acceptance import AcceptanceCallback, AcceptanceSettings
 from training.activations import Kept, spare_activations
-from training.keeper import AtomicCheckpoints, Keeper, WindowTimer, resume_point
+from training.keeper import AtomicCheckpoints, Keeper, StepLog, WindowTimer, resume_point
 from training.marks import check_resumed, difference, plain
 from training.module import DrafterModule
 from training.objectives import Objective
@@ -440,7 +440,7 @@ def build_trainer(
         gradient_clip_val=optimizer.clip or None,
         logger=loggers or False,
         log_every_n_steps=chosen.log_every,
-        callbacks=[*callbacks, *ending, *([RichProgressBar()] if chosen.progress else [])],
+        callbacks=[StepLog(chosen.log_every), *callbacks, *ending, *([RichProgressBar()] if chosen.progress else [])],
         enable_progress_bar=chosen.progress,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -27,7 +27,7 @@ from data.target import Target
 from drafters.contract import Needs
 from tests import checks
 from tests.prepared import LAYERS, overrides, prepare_tiny, trace, train
-from training.keeper import WindowTimer
+from training.keeper import AtomicCheckpoints, WindowTimer
 from training.train import feature_source, held_features, run, settings_of_init
 
 
@@ -76,6 +76,19 @@ def test_stopped_and_resumed_equals_uninterrupted(prepared, tmp_path, own_drafts
 def stamps(out: Path) -> dict[Path, int]:
     """When each file of a run was written; its lock, which every start takes, aside."""
     return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != LOCK}
+
+
+def test_a_checkpoint_finds_its_steps_row_in_the_file(prepared, tmp_path, monkeypatch):
+    """A run killed right after it wrote a checkpoint goes on behind that step, whose row must not be lost with it."""
+    seen, write = [], AtomicCheckpoints.save_checkpoint
+
+    def spied(self, checkpoint, path, storage_options=None):
+        write(self, checkpoint, path, storage_options)
+        seen.append((checkpoint["global_step"], [int(step) for step, _ in trace(tmp_path)]))
+
+    monkeypatch.setattr(AtomicCheckpoints, "save_checkpoint", spied)
+    train(prepared, tmp_path, **{"trainer.max_steps": 4, "trainer.checkpoint_every": 1, "trainer.accumulate": 2})
+    assert seen == [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3, 4])]
 
 
 def test_resume_with_other_settings_is_refused(prepared, tmp_path):
