@@ -19,9 +19,18 @@ EMBEDDINGS = (
 )
 
 
+def config_of(name: str, **hub: Any) -> PretrainedConfig:
+    """A model's config, from a folder or the hub. ValueError says that neither has one, and why."""
+    try:
+        return AutoConfig.from_pretrained(name, **hub)
+    except OSError as error:
+        place = "no config.json can be read there" if Path(name).exists() else "no such path here, and the hub says"
+        raise ValueError(f"model {name!r}: {place}: {' '.join(str(error).split())}") from error
+
+
 def target_config(name: str, **hub: Any) -> PretrainedConfig:
     """The target's text config, from a folder or the hub."""
-    return AutoConfig.from_pretrained(name, **hub).get_text_config()
+    return config_of(name, **hub).get_text_config()
 
 
 def target_head(name: str, **hub: Any) -> Tensor:

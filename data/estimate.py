@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from checkpoints.target_files import config_of
 from data.conversations import Conversation
 from data.embedded import EMBEDDED, embedded_folder
 from data.features import estimate_bytes
@@ -65,7 +66,7 @@ class TargetCard:
         """From a folder or the hub; no weights are read."""
         source = str(embedded_folder()) if asked.name == EMBEDDED else asked.name
         hub: dict[str, Any] = {"revision": asked.revision, "trust_remote_code": asked.trust_remote_code}
-        config = AutoConfig.from_pretrained(source, **hub).get_text_config(decoder=True)
+        config = config_of(source, **hub).get_text_config(decoder=True)
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
         try:
             declared = GenerationConfig.from_pretrained(source, revision=asked.revision or "main").eos_token_id

@@ -17,7 +17,6 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -27,6 +26,7 @@ from transformers import (
 
 from checkpoints.files import index_of
 from checkpoints.run import native_bf16
+from checkpoints.target_files import config_of
 from data.embedded import EMBEDDED, embedded_folder
 from data.identity import identity_of
 from data.packed import PackedLinear, pack_linears, packable
@@ -137,7 +137,7 @@ class Target:
             source = str(Path(source).expanduser().resolve())
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         check_files(source)
-        config = AutoConfig.from_pretrained(source, **shared)
+        config = config_of(source, **shared)
         auto = AutoModelForCausalLM if _is_causal(config) or trust_remote_code else AutoModelForImageTextToText
         placing: dict[str, Any] = {"device_map": device_map, "offload_folder": offload_folder}
         if tp_plan is not None:

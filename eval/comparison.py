@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoints.files import atomic, write_json
+from eval.plots import tried_alpha
 from eval.replayed import Replayed
 from eval.report import Report
 from eval.sections import alphas
@@ -184,7 +185,7 @@ class Comparison:
 
     def _plot_alpha(self, axes: Any) -> None:
         for name, one in self.entries.items():
-            alpha = one.replay["alpha"]
+            alpha = tried_alpha(one.replay)
             axes.plot(range(1, len(alpha) + 1), alpha, marker="o", label=name)
         most = max(len(one.replay["alpha"]) for one in self.entries.values())
         axes.set(xlabel="slot k", ylabel="alpha_k (conditional acceptance)", ylim=(0, 1.02), xticks=range(1, most + 1))

@@ -42,13 +42,13 @@ def write_plots(folder: Path, drawn: dict[str, bytes]) -> list[Path]:
 def _alpha(axes: Any, report: Report) -> None:
     slots = range(1, len(report["alpha"]) + 1)
     for name, part in report.get("by_domain", {}).items():
-        axes.plot(slots, _tried(part), marker="o", linewidth=1, alpha=0.7, label=name)
-    axes.plot(slots, _tried(report), marker="o", color="black", linewidth=2, label="all")
+        axes.plot(slots, tried_alpha(part), marker="o", linewidth=1, alpha=0.7, label=name)
+    axes.plot(slots, tried_alpha(report), marker="o", color="black", linewidth=2, label="all")
     axes.set(xlabel="slot k", ylabel="alpha_k (conditional acceptance)", ylim=(0, 1.02), xticks=list(slots))
     axes.legend(fontsize="small")
 
 
-def _tried(part: dict[str, Any]) -> list[float]:
+def tried_alpha(part: dict[str, Any]) -> list[float]:
     """alpha_k; no point where no round tried the slot."""
     trials = part.get("trials") or [1] * len(part["alpha"])
     return [value if tried else math.nan for value, tried in zip(part["alpha"], trials, strict=True)]

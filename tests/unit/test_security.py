@@ -112,6 +112,14 @@ def test_a_checkpoint_that_runs_code_is_not_resumed(tmp_path):
     assert "weights_only=True" in (ROOT / "training" / "train.py").read_text()
 
 
+def test_a_target_that_is_nowhere_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model '/nowhere/target': no such path here, and the hub says: "):
+        Target.load("/nowhere/target")
+    (tmp_path / "config.json").write_text("{torn")
+    with pytest.raises(ValueError, match=r"no config.json can be read there: .*not a valid JSON"):
+        Target.load(str(tmp_path))
+
+
 def test_a_target_of_pickles_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "target")
     torch.save(read_tensors(folder / "model.safetensors"), folder / "pytorch_model.bin")
