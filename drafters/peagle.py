@@ -23,10 +23,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from drafters.attention import dense_chain, flex_chain, fused
+from drafters.attention import block_mask, dense_chain, flex_chain, fused
 from drafters.branches import SlotBranches
 from drafters.chains import fewer, narrow, pick, spread, visible_rows
 from drafters.contract import Batch, Drafter, Proposal, SlotBatch, TargetParts, grid
@@ -76,14 +76,14 @@ class Rows:
         return same & (before | own)
 
     @cached_property
-    def block_mask(self) -> BlockMask:
+    def tiles(self) -> BlockMask:
         """`sees` for FlexAttention."""
         batch, length = self.row.shape
 
         def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self.sees(b, query, key)
 
-        return create_block_mask(allowed, batch, None, length, length, device=self.row.device)
+        return block_mask(allowed, (batch, length, length), self.row.device)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """query [B, H, N, d], keys and values [B, G, N, d] -> [B, H, N, d]. Two equal forms."""
@@ -91,7 +91,7 @@ class Rows:
 
     def flex(self, query: Tensor, keys: Tensor, values: Tensor, compiled: bool = True) -> Tensor:
         """One FlexAttention over all rows."""
-        return flex_chain(query, (keys, values), [], self.block_mask, compiled)
+        return flex_chain(query, (keys, values), [], self.tiles, compiled)
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Depth by depth, so that no two mask rows of different anchors ever meet."""

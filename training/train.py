@@ -336,9 +336,14 @@ def draft_vocabulary(
 
 
 def warm_start(drafter: Drafter, target: Target, data: PackedData) -> None:
-    """Begin from what the target is and from what the first batch shows; prints what was taken."""
-    batch = data.first.to(target.device, torch.float32)
-    say("warm start", drafter.warm_start(target.parts) + drafter.warm_start_on(batch))
+    """Begin from what the target is and from what the first batch shows; prints what was taken. Equations are solved
+    with products of 32 bits: a GPU's TF32, with which training goes on, would blur what they are solved from."""
+    batch, before = data.first.to(target.device, torch.float32), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        say("warm start", drafter.warm_start(target.parts) + drafter.warm_start_on(batch))
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def say(what: str, lines: Sequence[str]) -> None:

@@ -25,9 +25,11 @@ from data.features import FeatureStore, capture
 from data.module import BatchSettings, OnlineSource, PackedData, StoreSource
 from data.target import Target
 from drafters.contract import Needs
+from drafters.eagle3 import Eagle3
 from tests import checks
 from tests.prepared import LAYERS, overrides, prepare_tiny, trace, train
 from training.keeper import AtomicCheckpoints, WindowTimer
+from training.module import DrafterModule
 from training.train import feature_source, held_features, run, settings_of_init
 
 
@@ -108,6 +110,24 @@ def test_other_spellings_of_the_same_folders_resume(prepared, tmp_path, monkeypa
     monkeypatch.chdir(prepared)
     words = {"prepared": "./", "target.name": f"{linked}/target/", "heldout.path": "heldout.jsonl"}
     assert train(prepared, out, **{"trainer.max_steps": 1} | words)["step"] == 1
+
+
+def test_a_warm_start_multiplies_exactly(prepared, tmp_path, monkeypatch):
+    """On a GPU `high` means TF32; steps may use it, equations that are solved may not."""
+    seen, solve, step = [], Eagle3.warm_start_on, DrafterModule.training_step
+
+    def solved(self, batch):
+        seen.append(torch.get_float32_matmul_precision())
+        return solve(self, batch)
+
+    def stepped(self, batch, index):
+        seen.append(torch.get_float32_matmul_precision())
+        return step(self, batch, index)
+
+    monkeypatch.setattr(Eagle3, "warm_start_on", solved)
+    monkeypatch.setattr(DrafterModule, "training_step", stepped)
+    train(prepared, tmp_path, **{"trainer.max_steps": 1, "drafter.warm_start": True})
+    assert seen == ["highest", "high"]
 
 
 def test_a_trained_head_is_trained_on(prepared, tmp_path):

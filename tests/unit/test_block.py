@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.collate import draw_anchors
@@ -61,6 +62,24 @@ def test_flex_equals_dense(target, window):
     dense = dense_block(query, context, block, one.visible(window), one.inside(window, query.device))
     mask = block_block_mask(one.documents, one.anchors, 3, window, window is not None)
     assert torch.allclose(flex_block(query, context, block, mask, compiled=False), dense, atol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(300, 520), (256, 512), (128, 100)])
+def test_a_mask_by_groups_is_torchs_mask(queries, keys):
+    """Ragged ends, tiles that are empty, partly and wholly seen, rows that differ."""
+    first = torch.tensor([[0], [150]])
+
+    def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (kv >= first[b, 0]) & (kv <= q + 140) | (kv == 3 * q)
+
+    made = attention.block_mask(allowed, (2, queries, keys), torch.device("cpu"), cells=1)
+    wanted = create_block_mask(allowed, 2, None, queries, keys, device="cpu")
+    assert made.shape == wanted.shape
+    assert made.seq_lengths == wanted.seq_lengths
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(made, name), getattr(wanted, name)), name
+    for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # of the backward pass
+        assert torch.equal(getattr(made, name), getattr(wanted, name)), name
 
 
 def test_flex_gets_one_dtype_under_autocast(target, monkeypatch):
