@@ -6,21 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.verification_rules import judged
 from data.target import Target
 from drafters.branches import Branches
 from drafters.contract import Drafter, Proposal
 from drafters.drafting import along
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
-from eval import decoder
 from eval.cache import RowCache
 from eval.decoder import DecodeSettings, Generation, generate
 from eval.evaluate import EvalSettings
 from eval.metrics import acceptance
 from eval.tree_decoder import TreeDecodeSettings, decode, has_child
 from eval.trees import Tree, TreeSettings
-from eval.verification import Verdict, verify
-from eval.verification_block import expected
 from eval.verification_trees import TreeVerdict
 from tests import checks
 from tests.doubles import VOCAB_SIZE, endless_target, tiny_target
@@ -216,20 +214,14 @@ def test_sampled_text_is_the_targets(how: str, llama: Target) -> None:
     assert chi_square_p(llama, toy(llama, 1.0), settings) > 1e-3
 
 
-def test_block_keeps_more_of_recorded_rounds(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_keeps_more_of_recorded_rounds(llama: Target) -> None:
     """The same proposals, judged by both rules with u integrated out."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def recorded(p: Tensor, tokens: Tensor, q: Tensor | None, seeds: Tensor, positions: Tensor) -> Verdict:
-        seen.append(expected(p, tokens, q))
-        return verify(p, tokens, q, seeds, positions)
-
-    monkeypatch.setattr(decoder, "verify", recorded)
     settings = DecodeSettings(num_slots=K, max_new_tokens=6, batch_size=100, sampling=Sampling(1.0, top_k=8))
-    generate(llama, toy(llama, 1.0), [PROMPTS[2]] * 100, settings)
-    chain, block = (torch.cat(values).double() for values in zip(*seen, strict=True))
+    found = judged(llama, toy(llama, 1.0), [PROMPTS[2]] * 100, settings, [1, K])
+    chain, block = found[K].unbind(1)
     assert len(chain) > 150
     assert block.mean() > 1.01 * chain.mean()
+    assert torch.allclose(found[1][:, 0], found[1][:, 1]), "one slot leaves the rules no choice"
 
 
 @pytest.mark.parametrize("name", checks.DRAFTERS)
