@@ -127,9 +127,9 @@ class View:
         return seen & (columns > anchors + rows - window)
 
     def inside(self, window: int | None, device: torch.device) -> Tensor:
-        """[S, S]: all of the block, or in a windowed layer no later row."""
+        """[S, S]: all of the block, or in a windowed layer no later row and none further back than the window."""
         whole = torch.ones(self.slots, self.slots, dtype=torch.bool, device=device)
-        return whole if window is None else whole.tril()
+        return whole if window is None else whole.tril().triu(1 - window)
 
 
 @dataclass

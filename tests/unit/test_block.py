@@ -48,9 +48,10 @@ def test_blocks_are_bidirectional_and_windowed_ones_causal(target):
     one = view(target, 3)
     assert one.inside(None, torch.device("cpu")).int().tolist() == [[1, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert one.inside(3, torch.device("cpu")).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert one.inside(2, torch.device("cpu")).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 2])
 def test_flex_equals_dense(target, window):
     one, generator = view(target, 3), torch.Generator().manual_seed(0)
 
