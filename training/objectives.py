@@ -9,6 +9,7 @@ p over the draft vocabulary comes in two forms: `p` is the target's own probabil
 vocabulary is reduced), `p_hat` is p renormalised over the draft vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -136,7 +137,12 @@ def lk_lambda(s: Scored, eta: float = 3.0) -> Tensor:
 
 def smooth_l1(s: Scored) -> Tensor:
     """Smooth-L1 between the drafter's head input and the target's last hidden state, mean over D (arXiv
-    2401.15077, section 3). [n]."""
+    2401.15077, section 3). [n]. ValueError where the head reads more than a hidden state."""
+    if s.hidden.shape != s.last.shape:
+        raise ValueError(
+            f"smooth_l1 compares a head's input with the last hidden state: they are {s.hidden.shape[-1]} and "
+            f"{s.last.shape[-1]} wide, as this drafter's head reads a recurrent state too; use another term"
+        )
     return torch.nn.functional.smooth_l1_loss(s.hidden.float(), s.last.float(), reduction="none").mean(-1)
 
 
@@ -220,9 +226,11 @@ class Objective:
     chunk: int = 0
 
     def __post_init__(self) -> None:
-        unknown = sorted(name for name in self.terms if name not in MEASURES and not name.startswith(OWN))
+        unknown = sorted(name for name in self.terms or {} if name not in MEASURES and not name.startswith(OWN))
         if unknown or not self.terms:
             raise ValueError(f"objective terms must be of {', '.join(MEASURES)}; got {', '.join(unknown) or 'none'}")
+        if stray := {n: f for n, f in self.terms.items() if not isinstance(f, int | float) or not math.isfinite(f)}:
+            raise ValueError(f"objective coefficients must be finite numbers, got {stray}")
         if stray := sorted(set(self.unweighted or ()) - set(self.terms)):
             raise ValueError(f"objective unweighted names {', '.join(stray)}, not among its terms")
         if self.chunk < 0:

@@ -161,6 +161,19 @@ def test_numbers_of_slot_weights_are_checked(weights):
         Objective(chunk=-1)
 
 
+@pytest.mark.parametrize("factor", [None, "much", math.nan])
+def test_coefficients_are_numbers(factor):
+    with pytest.raises(ValueError, match="coefficients must be finite numbers, got {'tv'"):
+        Objective({"tv": factor})
+
+
+def test_a_feature_loss_of_a_wider_head_is_refused(target):
+    drafter = checks.build("domino", target)
+    batch = checks.train_batch(target, drafter)
+    with pytest.raises(ValueError, match="they are 49 and 32 wide"):
+        slot_terms(drafter, drafter.slots(batch), batch, target.parts, Objective({"smooth_l1": 1.0}))
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="hardce"):
         Objective({"hardce": 1.0})
