@@ -153,6 +153,13 @@ def test_labels_of_a_drafters_own_are_not_met_by_the_targets_distribution(target
     assert list(Objective({"kl": 1.0}).measures(checks.build("kforcing_conditional", target, num_slots=2))) == ["kl"]
 
 
+@pytest.mark.parametrize(("num_slots", "gamma"), [(4, 4), (7, 4), (8, 4.5), (9, 5), (15, 7), (16, 7)])
+def test_gamma_follows_the_number_of_slots(num_slots, gamma):
+    for name in ("dflash", "domino"):
+        weights = checks.own_objective(name).slot_weights.static(num_slots, torch.device("cpu"))
+        assert float(weights[1]) == pytest.approx(math.exp(-1 / gamma))
+
+
 @pytest.mark.parametrize("weights", [{"gamma": 0.0}, {"beta": -1.0}, {"alpha": 1.5}, {"gamma": math.nan}])
 def test_numbers_of_slot_weights_are_checked(weights):
     with pytest.raises(ValueError, match="slot weights need gamma above 0"):
