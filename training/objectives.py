@@ -239,8 +239,8 @@ class Objective:
         unknown = sorted(name for name in self.terms or {} if name not in MEASURES and not name.startswith(OWN))
         if unknown or not self.terms:
             raise ValueError(f"objective terms must be of {', '.join(MEASURES)}; got {', '.join(unknown) or 'none'}")
-        if stray := {n: f for n, f in self.terms.items() if not isinstance(f, int | float) or not math.isfinite(f)}:
-            raise ValueError(f"objective coefficients must be finite numbers, got {stray}")
+        if loose := {n: f for n, f in self.terms.items() if not isinstance(f, int | float) or not math.isfinite(f)}:
+            raise ValueError(f"objective coefficients must be finite numbers, got {loose}")
         if stray := sorted(set(self.unweighted or ()) - set(self.terms)):
             raise ValueError(f"objective unweighted names {', '.join(stray)}, not among its terms")
         if self.chunk < 0:
