@@ -159,7 +159,7 @@ PAPER_GAMMAS = ((7, 4.0), (9, 5.0), (15, 7.0))
 
 
 def paper_gamma(num_slots: int) -> float:
-    """DFlash's gamma (arXiv 2602.06036): 4, 5, 7 for 7, 9, 15 slots, linear between them and flat beyond."""
+    """The gamma of arXiv 2602.06036: 4, 5, 7 for 7, 9, 15 slots, linear between them and flat beyond."""
     for (few, low), (many, high) in pairwise(PAPER_GAMMAS):
         if num_slots <= many:
             return low + (high - low) * max(0, num_slots - few) / (many - few)
@@ -168,7 +168,7 @@ def paper_gamma(num_slots: int) -> float:
 
 @dataclass(frozen=True)
 class SlotWeights:
-    """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma), gamma null: DFlash's for K. geometric:
+    """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma), gamma null: see paper_gamma. geometric:
     beta^(k-1). dpace: how much the expected accepted length depends on the slot (arXiv 2605.18810), from the drafter's
     own probabilities, detached; dpace_reach: only how likely the slot is reached; dpace_future: only what is gained
     after it.
