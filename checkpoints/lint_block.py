@@ -229,6 +229,8 @@ def _attention(head: Head, block: Block, engine: str) -> list[Finding]:
         found.append(Finding("note", f"it needs vLLM's V2 model runner ({why}); the CPU has V1"))
     if engine == "sglang" and block.kind == "dspark" and setting(head, "markov_head_type") is None:
         found.append(Finding("refused", "markov_head_type is missing, and SGLang has no default"))
+    if block.kind == "domino" and int(setting(head, "pure_draft_prefix_len", 1)) != 1:
+        found.append(Finding("refused", "pure_draft_prefix_len is not 1, the only one that SGLang takes"))
     if engine.startswith("vllm") and block.kind == "dspark" and block.head["kind"] != "vanilla":
         found.append(Finding("refused", f"markov_head_type is {block.head['kind']}; vLLM has vanilla alone"))
     if head.body.get("hidden_act", "silu") != "silu":

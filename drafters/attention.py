@@ -150,7 +150,7 @@ def dense_block(
 
 def block_block_mask(documents: Tensor, anchors: Tensor, slots: int, window: int | None, causal: bool) -> BlockMask:
     """Block mask of `flex_block`. documents [B, T], anchors [B, A] positions in the row (padding -1 sees nothing but
-    its own block); window: context of a row reaches this far back, itself included."""
+    its own block); window: what a row sees reaches this far back, itself included."""
     rows, count, length = *anchors.shape, documents.shape[1]
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -159,6 +159,7 @@ def block_block_mask(documents: Tensor, anchors: Tensor, slots: int, window: int
         own = (kv >= length) & ((kv - length) // slots == q // slots)
         if window is not None:
             seen = seen & (kv > anchor + row - window)
+            own = own & ((kv - length) % slots > row - window)
         if causal:
             own = own & ((kv - length) % slots <= row)
         return seen | own

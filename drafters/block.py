@@ -27,7 +27,7 @@ from drafters.carry import carry_newest
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, check_layers, grid
 from drafters.decoder import HeadNormAttention, key_shape, take_norm
 from drafters.drafting import choose, write_at
-from drafters.layers import Rotary, SharedEmbedding, SharedHead, complete, layer_config, layer_settings
+from drafters.layers import Rotary, SharedEmbedding, SharedHead, check_counts, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -127,9 +127,9 @@ class View:
         return seen & (columns > anchors + rows - window)
 
     def inside(self, window: int | None, device: torch.device) -> Tensor:
-        """[S, S]: all of the block, or in a windowed layer no later row."""
+        """[S, S]: all of the block, or in a windowed layer no later row and none further back than the window."""
         whole = torch.ones(self.slots, self.slots, dtype=torch.bool, device=device)
-        return whole if window is None else whole.tril()
+        return whole if window is None else whole.tril().triu(1 - window)
 
 
 @dataclass
@@ -168,8 +168,7 @@ class BlockDrafter(Drafter):
         block: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+        check_counts("", num_slots=num_slots)
         if slot_convention not in ("anchor_first", "fill_in"):
             raise ValueError(f"slot_convention must be anchor_first or fill_in, got {slot_convention!r}")
         depth = target.config.num_hidden_layers
@@ -198,19 +197,19 @@ class BlockDrafter(Drafter):
     def _block(self, given: dict[str, Any], target: TargetParts) -> dict[str, Any]:
         """The block group, complete and checked."""
         found = complete("block", BLOCK, given)
-        if found["depth"] < 1:
-            raise ValueError(f"block.depth must be at least 1, got {found['depth']}")
-        found["windowed"] = windowed = [int(i) for i in found["windowed"]]
+        optional = {name: found[name] for name in ("window", "anchors") if found[name] is not None}
+        check_counts("block.", depth=found["depth"], **optional)
+        windowed = found["windowed"] = list(found["windowed"]) if isinstance(found["windowed"], list | tuple) else None
+        if windowed is None or not all(isinstance(i, int) for i in windowed):
+            raise ValueError("block.windowed must be a list of draft layers, [] for none")
         if bool(windowed) != (found["window"] is not None) or any(not 0 <= i < found["depth"] for i in windowed):
             raise ValueError(
                 f"block.window and block.windowed go together, with draft layers in 0..{found['depth'] - 1}; got "
                 f"window {found['window']}, windowed {windowed}"
             )
-        if found["window"] is not None and found["window"] < 1:
-            raise ValueError(f"block.window must be at least 1, got {found['window']}")
         if found["mask_token"] is None:
             found["mask_token"] = target.mask_token
-        if found["mask_token"] is None or not 0 <= found["mask_token"] < len(target.embedding):
+        if not isinstance(found["mask_token"], int) or not 0 <= found["mask_token"] < len(target.embedding):
             raise ValueError(
                 f"mask token {found['mask_token']} is no row of the target's {len(target.embedding)} embeddings; set "
                 "drafter.model.block.mask_token to an id that no text contains"

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from drafters.block import BlockDrafter, BlockLayer, View
 from drafters.contract import TargetParts
-from drafters.layers import complete
+from drafters.layers import check_counts, complete
 from drafters.vocabulary import DraftVocabulary
 
 HEAD: dict[str, Any] = {"candidates": 16, "rank": 256, "taps": 2, "group": 16}
@@ -29,8 +29,8 @@ class GroupedConv(nn.Module):
 
     def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()
-        if taps < 1 or size % group:
-            raise ValueError(f"head.taps must be at least 1 and head.group divide {size}, got {taps} and {group}")
+        if size % group:
+            raise ValueError(f"head.group must divide {size}, got {group}")
         self.taps, self.group = taps, group
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
@@ -100,6 +100,7 @@ class DFlash2(BlockDrafter):
         **block: Any,
     ) -> None:
         self._head = complete("head", HEAD, head)
+        check_counts("head.", **self._head)
         super().__init__(target, vocabulary, **block)
         if not 1 <= self._head["candidates"] <= len(self.vocabulary):
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drafters.block import BlockDrafter
 from drafters.contract import TargetParts
-from drafters.layers import complete
+from drafters.layers import check_counts, complete
 from drafters.vocabulary import DraftVocabulary
 
 HEAD: dict[str, Any] = {"state": 1024, "rank": 256, "base_share": 0.5}
@@ -34,8 +34,10 @@ class Domino(BlockDrafter):
     ) -> None:
         super().__init__(target, vocabulary, **block)
         self.head = complete("head", HEAD, head)
-        if not 0 < self.head["base_share"] <= 1:
-            raise ValueError(f"head.base_share must be in (0, 1], got {self.head['base_share']}")
+        share = self.head["base_share"]
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"head.base_share must be in (0, 1], got {share!r}")
+        check_counts("head.", state=self.head["state"], rank=self.head["rank"])
         self.width, state, rank = self.layer_config.hidden_size, self.head["state"], self.head["rank"]
         self.prefix_gru = nn.GRU(self.width, state, bias=False, batch_first=True)
         last = nn.Linear(rank, len(self.vocabulary), bias=False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drafters.block import BlockDrafter
 from drafters.contract import TargetParts
-from drafters.layers import complete
+from drafters.layers import check_counts, complete
 from drafters.vocabulary import DraftVocabulary
 
 KINDS = ("vanilla", "gated", "rnn")
@@ -86,6 +86,7 @@ class DSpark(BlockDrafter):
         self.head = complete("head", HEAD, head)
         if self.head["kind"] not in KINDS:
             raise ValueError(f"head.kind must be one of {', '.join(KINDS)}, got {self.head['kind']!r}")
+        check_counts("head.", rank=self.head["rank"])
         self.width, rank = self.layer_config.hidden_size, self.head["rank"]
         sizes = (self.vocabulary.target_size, len(self.vocabulary))
         self.markov_head = MarkovHead(self.head["kind"], rank, self.width, sizes)

@@ -83,8 +83,9 @@ class NoiseView(View):
         return seen & (places > last - window)
 
     def inside(self, window: int | None, device: torch.device) -> Tensor:
-        """[S, S]: no later row."""
-        return torch.ones(self.slots, self.slots, dtype=torch.bool, device=device).tril()
+        """[S, S]: no later row, and in a windowed layer none further back than the window."""
+        earlier = torch.ones(self.slots, self.slots, dtype=torch.bool, device=device).tril()
+        return earlier if window is None else earlier.triu(1 - window)
 
 
 class SlotHead(nn.Module):

@@ -34,6 +34,13 @@ def complete(where: str, defaults: dict[str, Any], given: dict[str, Any] | None)
     return defaults | (given or {})
 
 
+def check_counts(where: str, **values: Any) -> None:
+    """ValueError names a value that is no whole number of at least 1."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{where}{name} must be at least 1 and whole, got {value!r}")
+
+
 def layer_config(target: PretrainedConfig, overrides: dict[str, Any] | None = None) -> LlamaConfig:
     """Config of one Llama-type decoder layer with the target's sizes and rope, changed by `overrides`.
 

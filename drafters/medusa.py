@@ -19,7 +19,7 @@ from drafters.branches import SlotBranches
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, grid
 from drafters.decoder import take_head
 from drafters.drafting import choose, take_rows
-from drafters.layers import SharedHead
+from drafters.layers import SharedHead, check_counts
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -69,8 +69,7 @@ class Medusa(Drafter):
         head: Literal["own", "target"] = "own",
     ) -> None:
         super().__init__()
-        if num_slots < 1 or num_layers < 1:
-            raise ValueError(f"num_slots and num_layers must be at least 1, got {num_slots} and {num_layers}")
+        check_counts("", num_slots=num_slots, num_layers=num_layers)
         if head not in ("own", "target"):
             raise ValueError(f'head must be "own" or "target", got {head!r}')
         size = target.config.hidden_size

@@ -41,7 +41,7 @@ from drafters.decoder import (
     take_norm,
 )
 from drafters.drafting import choose, take_rows, write_at
-from drafters.layers import Rotary, SharedEmbedding, complete, layer_config, layer_settings
+from drafters.layers import Rotary, SharedEmbedding, check_counts, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
 
@@ -191,8 +191,9 @@ class PEagle(Drafter):
         mask_rows: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if num_slots < 2 or depth < 1:
-            raise ValueError(f"num_slots must be at least 2 and depth at least 1, got {num_slots} and {depth}")
+        check_counts("", num_slots=num_slots, depth=depth)
+        if num_slots < 2:
+            raise ValueError(f"num_slots must be at least 2, got {num_slots}")
         self.num_slots, self.head = num_slots, head
         self.needs = captured(target, layers)
         self.vocabulary = vocabulary or DraftVocabulary.full(target.config.vocab_size)
@@ -350,11 +351,12 @@ def _mask_rows(given: dict[str, Any], target: TargetParts) -> dict[str, Any]:
     found = complete("mask_rows", MASK_ROWS, given)
     if found["token"] is None:
         found["token"] = target.mask_token
-    if found["token"] is None or not 0 <= found["token"] < len(target.embedding):
+    if not isinstance(found["token"], int) or not 0 <= found["token"] < len(target.embedding):
         raise ValueError(
             f"mask token {found['token']} is no row of the target's {len(target.embedding)} embeddings; set "
             "drafter.model.mask_rows.token to an id that no text contains"
         )
-    if not (0 < found["keep"] <= 1 and 0 < found["keep_min"] <= 1):
+    numbers = all(isinstance(found[name], int | float) for name in ("keep", "keep_min"))
+    if not (numbers and 0 < found["keep"] <= 1 and 0 < found["keep_min"] <= 1):
         raise ValueError(f"keep and keep_min must be in (0, 1], got {found['keep']} and {found['keep_min']}")
     return found

@@ -77,6 +77,17 @@ def random_text(target: Target, length: int, seed: int) -> list[int]:
     return torch.randint(4, target.identity["vocab_size"], (length,), generator=generator).tolist()
 
 
+@torch.no_grad()
+def awake(drafter: Drafter) -> Drafter:
+    """The drafter with noise in every tensor that is zero: a correction that starts at zero (a Markov head, a GRU, a
+    path selector) would hide whatever is wrong with what it reads."""
+    generator = torch.Generator().manual_seed(9)
+    for parameter in drafter.parameters():
+        if not parameter.any():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return drafter
+
+
 def frontier(drafter: Drafter, batch: Batch, anchors: int = 3) -> None:
     """Check 1: noise in every feature at or after the anchor and every token after a slot's frontier changes
     nothing."""
@@ -106,7 +117,7 @@ def _noise(values: Tensor, generator: torch.Generator) -> Tensor:
 def draft_equals_train(drafter: Drafter, target: Target, prompt: int = 9) -> None:
     """Check 2: what was drafted, read as data, gives slot by slot the distributions that it was drawn from."""
     text = random_text(target, prompt + 1, seed=3)
-    known = sample(target, drafter, text, [0] * prompt + [1])
+    known = sample(target, awake(drafter), text, [0] * prompt + [1])
     state = drafter.begin(1, 64)
     drafter.start(state, torch.tensor(text[:1]))
     # Two calls, so that a state that does not continue where it stopped is seen.
@@ -146,7 +157,7 @@ def own_tokens_are_read(drafter: Drafter, target: Target, prompt: int = 9) -> No
     """Drafts given as the batch's own tokens, over a text that goes on otherwise, give the distributions that they were
     drawn from: what training on drafts relies on."""
     text = random_text(target, prompt + 1 + drafter.num_slots, seed=3)
-    known = sample(target, drafter, text, [0] * prompt + [1] * (1 + drafter.num_slots))
+    known = sample(target, awake(drafter), text, [0] * prompt + [1] * (1 + drafter.num_slots))
     batch = row_batch([[known]], len(text))
     state, count = drafter.begin(1, 64), torch.tensor([prompt])
     drafter.start(state, batch.tokens[:, 0])

@@ -9,10 +9,11 @@ p over the draft vocabulary comes in two forms: `p` is the target's own probabil
 vocabulary is reduced), `p_hat` is p renormalised over the draft vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -136,7 +137,12 @@ def lk_lambda(s: Scored, eta: float = 3.0) -> Tensor:
 
 def smooth_l1(s: Scored) -> Tensor:
     """Smooth-L1 between the drafter's head input and the target's last hidden state, mean over D (arXiv
-    2401.15077, section 3). [n]."""
+    2401.15077, section 3). [n]. ValueError where the head reads more than a hidden state."""
+    if s.hidden.shape != s.last.shape:
+        raise ValueError(
+            f"smooth_l1 compares a head's input with the last hidden state: they are {s.hidden.shape[-1]} and "
+            f"{s.last.shape[-1]} wide, as this drafter's head reads a recurrent state too; use another term"
+        )
     return torch.nn.functional.smooth_l1_loss(s.hidden.float(), s.last.float(), reduction="none").mean(-1)
 
 
@@ -149,17 +155,27 @@ OWN = "own_"
 WHOLE_TEACHER = ("reverse_kl", "smooth_l1")
 FLOOR = -1e4  # logit of a token that is not among the kept: its probability is 0 in float32, and 0 x FLOOR is 0
 LOGITS_AT_ONCE = 1 << 26
+PAPER_GAMMAS = ((7, 4.0), (9, 5.0), (15, 7.0))
+
+
+def paper_gamma(num_slots: int) -> float:
+    """The gamma of arXiv 2602.06036: 4, 5, 7 for 7, 9, 15 slots, linear between them and flat beyond."""
+    for (few, low), (many, high) in pairwise(PAPER_GAMMAS):
+        if num_slots <= many:
+            return low + (high - low) * max(0, num_slots - few) / (many - few)
+    return PAPER_GAMMAS[-1][1]
 
 
 @dataclass(frozen=True)
 class SlotWeights:
-    """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma). geometric: beta^(k-1). dpace: how much the
-    expected accepted length depends on the slot (arXiv 2605.18810), from the drafter's own probabilities, detached;
-    dpace_reach: only how likely the slot is reached; dpace_future: only what is gained after it.
+    """Weight of slot k. uniform: 1. exponential: exp(-(k-1) / gamma), gamma null: see paper_gamma. geometric:
+    beta^(k-1). dpace: how much the expected accepted length depends on the slot (arXiv 2605.18810), from the drafter's
+    own probabilities, detached; dpace_reach: only how likely the slot is reached; dpace_future: only what is gained
+    after it.
     """
 
     kind: Literal["uniform", "exponential", "geometric", "dpace", "dpace_reach", "dpace_future"] = "uniform"
-    gamma: float = 4.0
+    gamma: float | None = 4.0
     beta: float = 0.8
     alpha: float = 0.5
 
@@ -167,7 +183,7 @@ class SlotWeights:
         allowed = ("uniform", "exponential", "geometric", *DPACE)
         if self.kind not in allowed:
             raise ValueError(f"slot weights kind must be one of {', '.join(allowed)}, got {self.kind!r}")
-        if not self.gamma > 0 or not self.beta >= 0 or not 0 <= self.alpha <= 1:
+        if self.gamma is not None and not self.gamma > 0 or not self.beta >= 0 or not 0 <= self.alpha <= 1:
             raise ValueError(
                 "slot weights need gamma above 0, beta of at least 0 and alpha in [0, 1], got gamma "
                 f"{self.gamma}, beta {self.beta}, alpha {self.alpha}"
@@ -177,7 +193,7 @@ class SlotWeights:
         """[K] weights known before the forward; their sum over supervised slots is the denominator."""
         steps = torch.arange(num_slots, device=device, dtype=torch.float32)
         if self.kind == "exponential":
-            return torch.exp(-steps / self.gamma)
+            return torch.exp(-steps / (paper_gamma(num_slots) if self.gamma is None else self.gamma))
         return self.beta**steps if self.kind == "geometric" else torch.ones_like(steps)
 
     def of(self, confidence: Tensor, supervised: Tensor) -> Tensor:
@@ -220,9 +236,11 @@ class Objective:
     chunk: int = 0
 
     def __post_init__(self) -> None:
-        unknown = sorted(name for name in self.terms if name not in MEASURES and not name.startswith(OWN))
+        unknown = sorted(name for name in self.terms or {} if name not in MEASURES and not name.startswith(OWN))
         if unknown or not self.terms:
             raise ValueError(f"objective terms must be of {', '.join(MEASURES)}; got {', '.join(unknown) or 'none'}")
+        if loose := {n: f for n, f in self.terms.items() if not isinstance(f, int | float) or not math.isfinite(f)}:
+            raise ValueError(f"objective coefficients must be finite numbers, got {loose}")
         if stray := sorted(set(self.unweighted or ()) - set(self.terms)):
             raise ValueError(f"objective unweighted names {', '.join(stray)}, not among its terms")
         if self.chunk < 0:

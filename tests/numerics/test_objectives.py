@@ -153,12 +153,32 @@ def test_labels_of_a_drafters_own_are_not_met_by_the_targets_distribution(target
     assert list(Objective({"kl": 1.0}).measures(checks.build("kforcing_conditional", target, num_slots=2))) == ["kl"]
 
 
+@pytest.mark.parametrize(("num_slots", "gamma"), [(4, 4), (7, 4), (8, 4.5), (9, 5), (15, 7), (16, 7)])
+def test_gamma_follows_the_number_of_slots(num_slots, gamma):
+    for name in ("dflash", "domino"):
+        weights = checks.own_objective(name).slot_weights.static(num_slots, torch.device("cpu"))
+        assert float(weights[1]) == pytest.approx(math.exp(-1 / gamma))
+
+
 @pytest.mark.parametrize("weights", [{"gamma": 0.0}, {"beta": -1.0}, {"alpha": 1.5}, {"gamma": math.nan}])
 def test_numbers_of_slot_weights_are_checked(weights):
     with pytest.raises(ValueError, match="slot weights need gamma above 0"):
         Objective(weights=weights)
     with pytest.raises(ValueError, match="chunk must be at least 0, got -1"):
         Objective(chunk=-1)
+
+
+@pytest.mark.parametrize("factor", [None, "much", math.nan])
+def test_coefficients_are_numbers(factor):
+    with pytest.raises(ValueError, match="coefficients must be finite numbers, got {'tv'"):
+        Objective({"tv": factor})
+
+
+def test_a_feature_loss_of_a_wider_head_is_refused(target):
+    drafter = checks.build("domino", target)
+    batch = checks.train_batch(target, drafter)
+    with pytest.raises(ValueError, match="they are 49 and 32 wide"):
+        slot_terms(drafter, drafter.slots(batch), batch, target.parts, Objective({"smooth_l1": 1.0}))
 
 
 def test_unknown_names_are_refused():

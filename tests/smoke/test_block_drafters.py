@@ -128,6 +128,24 @@ def test_draft_equals_train_catches(kind, convention, target):
         checks.draft_equals_train(planted(kind, target, convention), target)
 
 
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "dflash"])
+def test_checks_catch_a_correction_that_reads_the_anchor_in_every_slot(name, target, monkeypatch):
+    drafter = build(name, target, "anchor_first")
+    step, logits, walk = drafter.step, drafter.logits, drafter._walk
+
+    def stale(hidden, anchor, *rest):
+        with monkeypatch.context() as patched:
+            patched.setattr(drafter, "step", lambda states, prev_ids, carry: step(states, anchor, carry))
+            patched.setattr(drafter, "logits", lambda states, prev_ids: logits(states, anchor))
+            return walk(hidden, anchor, *rest)
+
+    monkeypatch.setattr(drafter, "_walk", stale)
+    with pytest.raises(AssertionError, match="drafting and training differ"):
+        checks.draft_equals_train(drafter, target)
+    with pytest.raises(AssertionError, match="slots over drafted tokens and drafting differ"):
+        checks.own_tokens_are_read(drafter, target)
+
+
 def test_frontier_catches_an_anchor_leak(target):
     faulty = planted(SeesAnchorFeature, target, "fill_in")
     with pytest.raises(AssertionError, match="frontier"):

@@ -49,9 +49,10 @@ def test_blocks_are_bidirectional_and_windowed_ones_causal(target):
     one = view(target, 3)
     assert one.inside(None, torch.device("cpu")).int().tolist() == [[1, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert one.inside(3, torch.device("cpu")).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert one.inside(2, torch.device("cpu")).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 2])
 def test_flex_equals_dense(target, window):
     one, generator = view(target, 3), torch.Generator().manual_seed(0)
 
@@ -142,9 +143,15 @@ def test_a_trained_mask_starts_from_the_targets_row(target):
     ("block", "message"),
     [
         ({"mask_token": 64}, "mask token 64 is no row"),
+        ({"mask_token": "MASK"}, "mask token MASK is no row"),
+        ({"mask_token": 1.5}, "mask token 1.5 is no row"),
         ({"depth": 0}, "depth must be at least 1"),
+        ({"depth": None}, "depth must be at least 1 and whole, got None"),
+        ({"anchors": 0}, "anchors must be at least 1 and whole, got 0"),
+        ({"window": 2.5, "windowed": [0]}, r"window must be at least 1 and whole, got 2\.5"),
+        ({"windowed": None}, "windowed must be a list of draft layers"),
         ({"width": 3}, "unknown key"),
-        ({"window": 0, "windowed": [0]}, "window must be at least 1, got 0"),
+        ({"window": 0, "windowed": [0]}, "window must be at least 1 and whole, got 0"),
         ({"window": 4}, "go together"),
         ({"window": 4, "windowed": [5]}, "go together"),
     ],
@@ -152,6 +159,25 @@ def test_a_trained_mask_starts_from_the_targets_row(target):
 def test_bad_blocks_are_refused_by_name(target, block, message):
     with pytest.raises(ValueError, match=message):
         DFlash(target.parts, None, num_slots=3, layers=[0, 2], block=block)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "message"),
+    [
+        ("dflash", {"num_slots": 2.5}, r"num_slots must be at least 1 and whole, got 2\.5"),
+        ("dspark", {"head": {"rank": 0}}, r"head\.rank must be at least 1 and whole, got 0"),
+        ("domino", {"head": {"state": 0}}, r"head\.state must be at least 1"),
+        ("domino", {"head": {"base_share": None}}, r"head\.base_share must be in \(0, 1\], got None"),
+        ("dflash2", {"head": {"rank": 0}}, r"head\.rank must be at least 1"),
+        ("dflash2", {"head": {"group": 0}}, r"head\.group must be at least 1"),
+        ("peagle", {"mask_rows": {"token": "MASK"}}, "mask token MASK is no row"),
+        ("peagle", {"mask_rows": {"keep": None}}, "keep and keep_min must be in"),
+        ("medusa", {"num_slots": None}, "num_slots must be at least 1 and whole, got None"),
+    ],
+)
+def test_bad_numbers_are_refused_by_name(target, name, model, message):
+    with pytest.raises(ValueError, match=message):
+        checks.build(name, target, **model)
 
 
 def test_drafting_more_slots_than_trained_is_refused(target):

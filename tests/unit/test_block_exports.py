@@ -312,6 +312,7 @@ def changed(folder: Path, config: Any = None, tensors: Any = None) -> Path:
             "refused",
             "context_proj.weight is fc.weight elsewhere",
         ),
+        ("domino", "sglang", nested(pure_draft_prefix_len=2), None, "refused", "pure_draft_prefix_len is not 1"),
     ],
 )
 def test_planted_faults(
