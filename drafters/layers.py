@@ -44,8 +44,8 @@ def check_counts(where: str, **values: Any) -> None:
 def layer_config(target: PretrainedConfig, overrides: dict[str, Any] | None = None) -> LlamaConfig:
     """Config of one Llama-type decoder layer with the target's sizes and rope, changed by `overrides`.
 
-    Raises ValueError on an override outside LAYER_KEYS, or a hidden size that differs from the target's (the drafter
-    shares the target's embedding).
+    Raises ValueError on an override outside LAYER_KEYS, a hidden size that differs from the target's (the drafter
+    shares the target's embedding), and sizes that no layer has.
     """
     overrides = dict(overrides or {})
     unknown = sorted(set(overrides) - set(LAYER_KEYS))
@@ -66,6 +66,13 @@ def layer_config(target: PretrainedConfig, overrides: dict[str, Any] | None = No
     } | overrides
     if values["hidden_size"] != target.hidden_size:
         raise ValueError(f"drafter hidden_size {values['hidden_size']} must equal the target's {target.hidden_size}")
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    check_counts("drafter layer: ", **{name: values[name] for name in sizes})
+    if values["head_dim"] % 2 or values["num_attention_heads"] % values["num_key_value_heads"]:
+        raise ValueError(
+            "drafter layer: head_dim must be even (rotary pairs) and num_key_value_heads divide num_attention_heads, "
+            f"got {values['head_dim']}, {values['num_key_value_heads']} and {values['num_attention_heads']}"
+        )
     return LlamaConfig(vocab_size=target.vocab_size, num_hidden_layers=1, **values)
 
 

@@ -351,7 +351,7 @@ def slot_terms(drafter: Drafter, slots: SlotBatch, batch: Batch, target: TargetP
     device, num_slots = slots.hidden.device, slots.hidden.shape[2]
     labels = flat_labels(slots, batch, drafter.vocabulary.inverse_on(device), objective)
     last, _, lse = batch.outputs()
-    scorer = _Scorer(drafter, _narrowed(target, drafter), labels, objective, last, lse, batch)
+    scorer = _Scorer(drafter, target, labels, objective, last, lse, batch)
     chunk = objective.chunk or LOGITS_AT_ONCE // len(drafter.vocabulary)
     groups = groups_of(labels, max(1, chunk // num_slots))
     parameters = [p for p in drafter.parameters() if p.requires_grad]
@@ -394,14 +394,6 @@ def groups_of(labels: Labels, size: int) -> list[Group]:
     return found
 
 
-def _narrowed(target: TargetParts, drafter: Drafter) -> TargetParts:
-    """The target with its head cut to the draft vocabulary."""
-    if drafter.vocabulary.is_full:
-        return target
-    ids = drafter.vocabulary.ids_on(target.head.device)
-    return replace(target, head=target.head[ids], head_bias=None if target.head_bias is None else target.head_bias[ids])
-
-
 @dataclass
 class _Scorer:
     """Scores the supervised slots of a group of anchors."""
@@ -414,12 +406,22 @@ class _Scorer:
     lse: Tensor
     batch: Batch
 
+    @cached_property
+    def narrowed(self) -> TargetParts:
+        """The target with its head cut to the draft vocabulary: a copy, made when a measure first asks."""
+        target, vocabulary = self.target, self.drafter.vocabulary
+        if vocabulary.is_full:
+            return target
+        ids = vocabulary.ids_on(target.head.device)
+        bias = None if target.head_bias is None else target.head_bias[ids]
+        return replace(target, head=target.head[ids], head_bias=bias)
+
     def teach(self, positions: Tensor) -> Tensor:
         """The target's logits on the draft vocabulary [u, W] at flat positions [u]: whole, or the kept most likely
         ones over a floor."""
         if self.batch.top_ids is None or self.batch.top_logp is None:
             # A large target's head may lie on another device than the drafter trains on.
-            return self.target.logits(self.last.flatten(0, 1)[positions]).to(self.last.device)
+            return self.narrowed.logits(self.last.flatten(0, 1)[positions]).to(self.last.device)
         ids, logp = (x.flatten(0, 1)[positions] for x in (self.batch.top_ids, self.batch.top_logp))
         vocabulary = self.drafter.vocabulary
         return top_logits(vocabulary.inverse_on(ids.device)[ids], logp, self.lse.flatten()[positions], len(vocabulary))

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
 
 from checkpoints.files import read_json
@@ -39,7 +39,7 @@ from data.module import BatchSettings, OnlineSource, PackedData, SampleSource, S
 from data.queue import QueueSource
 from data.sources import SourceSettings
 from data.target import Target, TargetSettings
-from drafters.contract import Drafter
+from drafters.contract import Drafter, TargetParts
 from drafters.vocabulary import DraftVocabulary
 from eval.recording import Question, Recording, belongs, owner_of, record_answers, trajectory
 from eval.replay import Trajectory
@@ -305,8 +305,7 @@ def build_drafter(
     parts = target.parts
     known = load_drafter(Path(init), parts, torch.float32) if init else None
     vocabulary = draft_vocabulary(chosen, target, conversations, known)
-    drafter: Drafter = instantiate(chosen.model, _partial_=True, _convert_="all")(target=parts, vocabulary=vocabulary)
-    drafter.to(target.device)
+    drafter = construct(chosen.model, parts, vocabulary).to(target.device)
     if drafter.mask_token is not None and any(drafter.mask_token in one.tokens for one in conversations):
         raise ValueError(
             f"mask token {drafter.mask_token} stands in the training data: choose an id that no text contains"
@@ -317,6 +316,20 @@ def build_drafter(
     size = f"{trained / 1e6:.1f}M trained parameters"
     console().print(f"drafter: {size}, {drafter.num_slots} slots, layers {drafter.needs.layers}")
     return drafter
+
+
+def construct(model: dict[str, Any], parts: TargetParts, vocabulary: DraftVocabulary) -> Drafter:
+    """The class that drafter.model names. ValueError for an argument that it does not take."""
+    layers = model.get("layers")
+    if layers is not None and not isinstance(layers, list | tuple | ListConfig):
+        raise ValueError(f"drafter.model.layers must be a list of target layers, or null, got {layers!r}")
+    make = instantiate(model, _partial_=True, _convert_="all")
+    try:
+        return make(target=parts, vocabulary=vocabulary)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(f"drafter.model: {error}; conf/drafter names what it takes") from error
 
 
 def draft_vocabulary(

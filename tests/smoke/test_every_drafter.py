@@ -89,11 +89,15 @@ def test_lossless_sampled_catches_the_q_of_before_the_correction(name, target, m
 
 
 def test_round_trip(drafter, target, tmp_path):
+    checks.awake(drafter)
     save_drafter(tmp_path / "head", drafter, target_identity=target.identity)
     again = load_drafter(tmp_path / "head", target.parts)
     batch = checks.train_batch(target, drafter)
     assert again.settings() == drafter.settings()
-    assert torch.equal(again.slots(batch).hidden, drafter.slots(batch).hidden)
+    slots = drafter.slots(batch)
+    assert torch.equal(again.slots(batch).hidden, slots.hidden)
+    states, prev = slots.hidden.flatten(0, 2), slots.prev_ids.flatten()
+    assert torch.equal(again.logits(states, prev), drafter.logits(states, prev))
 
 
 @torch.no_grad()

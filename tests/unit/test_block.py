@@ -16,8 +16,10 @@ from drafters.attention import block_block_mask, dense_block, flex_block, fused
 from drafters.block import BlockLayer, View, spread_layers
 from drafters.dflash import DFlash
 from drafters.layers import Rotary
+from drafters.vocabulary import DraftVocabulary
 from tests import checks
-from tests.doubles import tiny_target, tiny_tokenizer
+from tests.doubles import VOCAB_SIZE, tiny_target, tiny_tokenizer
+from training.train import construct
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +175,30 @@ def test_bad_blocks_are_refused_by_name(target, block, message):
         ("peagle", {"mask_rows": {"token": "MASK"}}, "mask token MASK is no row"),
         ("peagle", {"mask_rows": {"keep": None}}, "keep and keep_min must be in"),
         ("medusa", {"num_slots": None}, "num_slots must be at least 1 and whole, got None"),
+        ("eagle3", {"layer": {"head_dim": 7}}, "head_dim must be even"),
+        ("eagle3", {"layer": {"num_attention_heads": 0}}, "layer: num_attention_heads must be at least 1"),
+        ("dflash", {"layer": {"num_key_value_heads": 3}}, "num_key_value_heads divide num_attention_heads"),
     ],
 )
 def test_bad_numbers_are_refused_by_name(target, name, model, message):
     with pytest.raises(ValueError, match=message):
         checks.build(name, target, **model)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"foo": 1}, "drafter.model: .*unexpected keyword argument 'foo'"),
+        ({"layers": 3}, "drafter.model.layers must be a list of target layers, or null, got 3"),
+    ],
+)
+def test_arguments_that_a_drafter_does_not_take_are_refused(target, more, message):
+    with pytest.raises(ValueError, match=message):
+        construct(
+            {"_target_": "drafters.dflash.DFlash", "num_slots": 3} | more,
+            target.parts,
+            DraftVocabulary.full(VOCAB_SIZE),
+        )
 
 
 def test_drafting_more_slots_than_trained_is_refused(target):
