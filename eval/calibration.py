@@ -9,6 +9,7 @@ estimator from q_max first (eval.estimator); both are kept in calibration.json b
 Letters in shapes: N rounds, K slots.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -187,7 +188,9 @@ class Calibration:
 def fit_temperatures(rounds: Rounds) -> list[float]:
     """Sequential temperature scaling: one T_k a slot, by a grid of 161 from 0.05 to 20. [K].
 
-    Where several do equally well, and for a slot that was never proposed, the one nearest 1 is taken.
+    A slot leaves T = 1 only where that error falls by more than three standard errors of the share of rounds that kept
+    the prefix: a few hundred rounds cannot tell less, and late slots, which hardly any reach, would run to the grid's
+    ends.
     """
     grid = sorted(GRID, key=lambda t: max(t, 1 / t))
     logits = to_logits(rounds.confidences)
@@ -198,7 +201,9 @@ def fit_temperatures(rounds: Rounds) -> list[float]:
         happened = rounds.accepted[scored] > slot
         before, own = chance[scored], logits[scored, slot]
         errors = [expected_calibration_error(before * torch.sigmoid(own / t), happened) for t in grid]
-        best = grid[errors.index(min(errors))]
+        share = (float(happened.sum()) + 1) / (len(happened) + 2)  # never 0 or 1, as the error of few rounds is not 0
+        noise = math.sqrt(share * (1 - share) / max(1, len(happened)))
+        best = grid[errors.index(min(errors))] if errors[0] - min(errors) > 3 * noise else grid[0]
         chosen.append(best)
         chance = chance * torch.sigmoid(logits[:, slot] / best)
     return chosen
