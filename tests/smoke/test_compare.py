@@ -257,8 +257,9 @@ def test_every_recipe_composes_and_builds(path):
     target = tiny_target(num_hidden_layers=9)
     assert path.stem == "all" or config.budget.minutes or config.budget.core_minutes
     for name, overrides in config.drafters.items():
-        sizes = [word for word in overrides if "num_key_value_heads" not in word]  # the real target's own
-        chosen = checks.compose_config("train", "prepared=nowhere", *config.train, *sizes).drafter
+        words = [*config.train, *overrides]
+        sizes = [word for word in words if "num_key_value_heads" not in word]  # the real target's own
+        chosen = checks.compose_config("train", "prepared=nowhere", *sizes).drafter
         drafter = build_drafter(
             settings(DrafterSettings, OmegaConf.merge(chosen, {"vocabulary": None}), name), target, []
         )
