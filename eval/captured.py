@@ -75,21 +75,35 @@ def _set(holder: Any, key: Any, value: Any) -> None:
 
 class Captured(Generic[T]):
     """A part of a round as a CUDA graph: `run` reads and writes fixed tensors and returns others, which every replay
-    fills anew. changed: what it changes, put back after the warm-up."""
+    fills anew. changed: what it changes, put back after the warm-up. RuntimeError for a part that no graph can hold.
+
+    cuBLAS keeps a workspace for each stream, and a graph that of the stream it was captured on. Graphs that run at once
+    on two streams must not write into the same: so a part is captured on the stream that it will run on, where that is
+    not the default one, which cannot be captured."""
 
     def __init__(self, run: Callable[[], T], changed: list[Tensor]) -> None:
+        current = torch.cuda.current_stream()
+        apart = current != torch.cuda.default_stream()
         saved = [tensor.clone() for tensor in changed]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream = current if apart else torch.cuda.Stream()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
                 run()
                 for tensor, before in zip(changed, saved, strict=True):
                     tensor.copy_(before)
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.value = run()
+        try:
+            with torch.cuda.graph(self.graph, stream=current if apart else None):
+                self.value = run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a part of the round cannot be captured as a CUDA graph ({error}): a target or drafter that waits for "
+                f"the device (experts routed by nonzero, rope that changes with the length) needs loop=waiting"
+            ) from error
 
     def __call__(self) -> T:
         """Replay; returns the tensors of the capture, filled."""

@@ -5,7 +5,7 @@ prefix and the first rejection. vLLM estimates acceptance in the same form, from
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,9 +53,10 @@ class Calibrated:
         )
 
 
-@lru_cache(maxsize=16)
+@cache
 def _placed(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, sent there once: sending them in every round would wait."""
+    """Numbers on a device, sent there once: sending them in every round would wait. Never given up: CUDA graphs read
+    them where they lay when they were captured."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 

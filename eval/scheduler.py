@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from eval.hardware import Cost, expected_tau
+from eval.streams import sent
 
 T = TypeVar("T")
 POINTS = 64  # of a cost model that a table of round times is drawn through
@@ -220,7 +221,7 @@ class Rates:
             times = [fixed + self.cost.target_seconds(rows, rows + i, at) for i in points]
             found = torch.from_numpy(numpy.interp(range(most + 1), points, times))
             # A larger pass never takes less time: noise must not invite the search to verify more.
-            self._kept[key] = found.cummax(0).values.to(device)
+            self._kept[key] = sent(found.cummax(0).values, device)
         return self._kept[key]
 
 
@@ -350,7 +351,7 @@ class Prefix:
         # The machine reads the rows of those that have ended too; tokens come of the others alone.
         seconds = self.rates.seconds(rows, slots, load.context, confidences.device)
         if self.late:
-            expected = torch.where(runs, self._expected(rows, slots).to(runs.device), 0.0)
+            expected = torch.where(runs, sent(self._expected(rows, slots), runs.device), 0.0)
             budget = full_search(throughputs(ranked(expected)[0], runs.sum(), seconds))
             admitted = torch.arange(len(values), device=values.device) < budget
         else:
@@ -363,9 +364,9 @@ class Prefix:
         deeper slots as acceptance so far has it. Slot 1 of the pool's rows keeps the mark."""
         if len(self._old) == 2:
             old = self._old[0]
-            deeper = torch.tensor(self.acceptance.alpha[old.shape[1] :], dtype=old.dtype, device=old.device).cumprod(0)
+            deeper = sent(torch.tensor(self.acceptance.alpha[old.shape[1] :], dtype=old.dtype), old.device).cumprod(0)
             known = torch.cat([old, old[:, -1:] * deeper], 1)
-            self._pool = torch.cat([self._pool.to(old.device), known])[-max(POOL, len(old)) :]
+            self._pool = torch.cat([sent(self._pool, old.device), known])[-max(POOL, len(old)) :]
         self._old.append(chances)
 
     def _expected(self, rows: int, slots: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 What a GPU has to answer before the host can go on stops the host for the whole queue before it. On a CPU the same
 operations are instant, so a dispatch mode looks for them by name: reading a number (`item`, `tolist`, `bool`), results
-whose shape depends on values (nonzero, masked_select, indexing by a mask), and copies to the host that block. On a GPU
+whose shape depends on values (nonzero, masked_select, indexing by a mask), and copies to and from the host that block,
+numbers that are made into a tensor on a device among them: those wait behind the whole queue, too. On a GPU
 PyTorch's own check stands beside it (`torch.cuda.set_sync_debug_mode`).
 """
 
@@ -23,6 +24,7 @@ WAITING = (
 BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 # Ways to the host that never reach the dispatcher when the tensor lies there already.
 READING = ("tolist", "numpy", "cpu", "__array__")
+MAKING = ("tensor", "as_tensor")
 
 
 class WaitError(RuntimeError):
@@ -46,17 +48,17 @@ def fault(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | Non
     if name == "repeat_interleave" and len(args) + len(kwargs) < 2:
         return "has as many entries as values say"
     if name in ("_to_copy", "copy_") and not _passes(name, args, kwargs):
-        return "copies to the host and waits"
+        return "copies to or from the host and waits"
     return None
 
 
 def _passes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a copy stays on its device, leaves the host, or does not wait."""
+    """Whether a copy stays on its side, or does not wait."""
     if name == "_to_copy":
         source, goal, later = args[0].device, kwargs.get("device") or args[0].device, kwargs.get("non_blocking", False)
     else:
         source, goal, later = args[1].device, args[0].device, len(args) > 2 and args[2]
-    return source.type == "cpu" or torch.device(goal).type != "cpu" or bool(later)
+    return (source.type == "cpu") == (torch.device(goal).type == "cpu") or bool(later)
 
 
 class _Dispatched(TorchDispatchMode):
@@ -69,9 +71,12 @@ class _Dispatched(TorchDispatchMode):
 
 class _Called(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READING:
-            raise WaitError(f"{func.__name__} inside a round: it copies to the host and waits")
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in READING:
+            raise WaitError(f"{name} inside a round: it copies to the host and waits")
+        if name in MAKING and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            raise WaitError(f"{name} inside a round: it copies from the host and waits")
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -254,7 +254,9 @@ class SteadyGroup(Group):
             if self.kept is not None and self.drafter is not None:
                 verified, depth = self.kept
                 self._part("draft", ("commit", depth), partial(self._commit, verified))
-            self.proposal = self._part("draft", ("draft", self.depth), partial(self._draft, self.depth))
+            run = partial(self._draft, self.depth)
+            drafts = self.drafter is not None and self.depth > 0  # else no kernel runs, and there is nothing to capture
+            self.proposal = self._part("draft", ("draft", self.depth), run) if drafts else run()
             if schedule is not None:
                 with self._checked(), self.timed("draft"):
                     self.track.limits.copy_(schedule.limits(self.proposal, self.track.alive))

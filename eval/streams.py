@@ -17,6 +17,13 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; one of the host is on its way there, and the host does not wait for it."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.contiguous().pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 class Mark:
     """A point in a device's work: of the current stream on a GPU, of the clock on a CPU."""
 

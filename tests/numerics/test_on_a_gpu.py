@@ -4,6 +4,7 @@ The same weights and batch on the CPU, where attention is dense and nothing is c
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +19,12 @@ from drafters import attention
 from drafters.contract import Batch, Drafter
 from drafters.sampling import Sampling
 from eval.decoder import DecodeSettings, generate
+from eval.scheduler import Prefix
 from eval.steady import Loop
 from tests import checks
 from tests.doubles import tiny_target
 from tests.prepared import LAYERS, prepare_tiny, train
+from tests.unit.test_scheduler import Line
 from tests.unit.test_waits import ALSO
 from training import objectives
 from training.activations import KINDS, Kept, spare_activations, waiting
@@ -144,6 +147,18 @@ def test_captured_rounds_are_the_waiting_loops(name: str, sampling: Sampling, th
         made = generate(there, drafter, PROMPTS, how, group=Loop(kind, checked=True).group)
         assert [one.tokens for one in made] == [one.tokens for one in known], kind
         assert [one.accepted for one in made] == [one.accepted for one in known], kind
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_schedule_waits_for_nothing(late: bool, there: Target) -> None:
+    drafter = checks.build("dspark", there, num_slots=3).to("cuda")
+    drafter.warm_start(there.parts)
+    how = DecodeSettings(num_slots=3, max_new_tokens=24, batch_size=8, seed=3)
+    plain = generate(there, None, PROMPTS, how)
+    for kind in ("steady", "halves"):
+        loop = Loop(kind, partial(Prefix, Line(1.0, 0.05), 3, late, False), checked=True)
+        made = generate(there, drafter, PROMPTS, how, group=loop.group)
+        assert [one.tokens for one in made] == [one.tokens for one in plain], kind
 
 
 def test_greedy_output_is_the_cpus(here: Target, there: Target) -> None:

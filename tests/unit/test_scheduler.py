@@ -359,21 +359,10 @@ def test_names() -> None:
 
 
 def test_decide_never_waits_for_the_device() -> None:
-    """No item, nonzero or masked_select once the table of times is there."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Sentinel(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.__name__.split(".")[0] in ("_local_scalar_dense", "nonzero", "masked_select"):
-                raise AssertionError(f"{func} waits for the device")
-            return func(*args, **(kwargs or {}))
-
-    confidences, load = torch.rand(4, 5), Load(4, 100.0)
-    for late in (False, True):
+    """Confidences on a device of their own: nothing is read from there, and what is sent there is not waited for. Three
+    of five slots were drafted: the others are as acceptance so far has it, which the host knows."""
+    for late, device in product((False, True), ("cpu", "meta")):
         scheduler = Prefix(Line(1.0, 0.05), 5, late=late, adaptive=False)
-        for _ in range(3):
-            scheduler.decide(confidences, load)
-        with Sentinel():
-            scheduler.decide(confidences, load)
-    with pytest.raises(AssertionError, match="waits"), Sentinel():
-        confidences[0, 0].item()
+        for rows in (4, 4, 4, 3):
+            with no_waits():
+                scheduler.decide(torch.rand(rows, 3, device=device), Load(rows, 100.0))
