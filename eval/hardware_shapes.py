@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from safetensors import safe_open
 
 from checkpoints.files import read_json
+from checkpoints.folder import drafter_class
 
 Family = Literal["chain", "block", "sequential", "heads"]
 FAMILIES: tuple[Family, ...] = ("chain", "block", "sequential", "heads")
@@ -117,7 +118,8 @@ class DrafterShape:
     def from_folder(cls, folder: Path, target: Stack) -> Self:
         """The shape of a drafter folder of ours: sizes from the tensors' headers, family from the declared settings.
 
-        target: whose head the drafter borrows when it has none. ValueError for a folder that is none of ours.
+        target: whose head the drafter borrows when it has none, and whose kind of layer where it declares no sizes.
+        ValueError for a folder that is none of ours.
         """
         declared = read_json(Path(folder) / "config.json")
         if declared.get("format") != "headstart-drafter":
@@ -127,34 +129,43 @@ class DrafterShape:
 
     @classmethod
     def from_declared(cls, declared: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...]], target: Stack) -> Self:
-        """declared: a drafter's config.json. sizes: tensor shapes by name. See `from_folder`."""
-        settings, num_slots = declared["settings"], int(declared["num_slots"])
+        """declared: a drafter's config.json. sizes: tensor shapes by name. See `from_folder`. The drafter runs in the
+        precision of the target's head, whatever its file holds."""
+        settings, num_slots, precision = declared["settings"], int(declared["num_slots"]), target.head_precision
+        family = family_of(declared)
+        words, of = (declared["vocabulary"][name] for name in ("size", "target_size"))
+        if "config" in settings:  # a model of its own
+            whole = from_config(settings["config"], precision)
+            return cls(family, replace(whole, head=whole.head * words // of), 0, num_slots)
         counted = {name: math.prod(shape) for name, shape in sizes.items() if not LOOKED_UP & set(name.split("."))}
         body = sum(size for name, size in counted.items() if name.split(".")[0] in BODY)
         head = sum(size for name, size in counted.items() if name.split(".")[0] == "lm_head")
         rest = sum(counted.values()) - body - head
-        family: Family = "chain"
-        if "block" in settings:
-            family = "sequential" if rest else "block"
-        elif "num_layers" in settings:
-            family = "heads"
-        elif "mask" in settings or "mask_rows" in settings or "depth" in settings:
-            family = "block"
         slot = rest // num_slots if family == "heads" else rest
         if family not in ("heads", "sequential"):
-            body, slot = body + rest, 0
+            body, slot = (body + rest) // int(settings.get("modules", 1)), 0  # a slot reads one of its modules
         if not head and not (family == "heads" and settings.get("head") == "own"):
-            head = target.head * declared["vocabulary"]["size"] // declared["vocabulary"]["target_size"]
-        layer = dict(settings.get("layer") or {})
+            head = target.head * words // of
         depth = len({name.split(".")[1] for name in sizes if name.startswith("layers.")}) or 1
         depth = 0 if family == "heads" else depth
-        width = int(layer.get("hidden_size", target.width))
-        heads, size = layer.get("num_attention_heads", 0) * depth, layer.get("head_dim", 0)
-        kv = layer.get("num_key_value_heads", 0) * depth
-        precision = {"float32": "fp32", "bfloat16": "bf16"}.get(declared.get("dtype", ""), "bf16")
-        kv_bytes = 2 * kv * size * PRECISION_BYTES[precision]
-        stack = Stack(depth, width, body, head, kv_bytes, 4.0 * heads * size, None, precision, precision)
+        kv_bytes, flops = target.kv_bytes / target.layers * depth, target.attention_flops / target.layers * depth
+        if layer := settings.get("layer"):  # else layers of the target's own kind
+            kv_bytes = 2 * layer["num_key_value_heads"] * depth * layer["head_dim"] * PRECISION_BYTES[precision]
+            flops = 4.0 * layer["num_attention_heads"] * depth * layer["head_dim"]
+        stack = Stack(depth, target.width, body, head, kv_bytes, flops, None, precision, precision)
         return cls(family, stack, slot, num_slots)
+
+
+def family_of(declared: Mapping[str, Any]) -> Family:
+    """How a drafter drafts, from what its class says of itself. declared: its config.json. ValueError for an unknown
+    class."""
+    kind = drafter_class(declared["architecture"])
+    walks: bool | None = getattr(kind, "sequential", None)
+    if walks is not None:  # a block: one pass, then perhaps a walk from slot to slot
+        return "sequential" if walks else "block"
+    if kind.branching == "slots":
+        return "heads" if "num_layers" in declared["settings"] else "block"
+    return "chain"
 
 
 def transformer(

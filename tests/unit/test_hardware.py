@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from benchmarks.roofline_points import ALLOWED, points, table
 from checkpoints.run import ROOT
@@ -30,6 +31,7 @@ from eval.hardware_shapes import (
     DrafterShape,
     Experts,
     Stack,
+    family_of,
     from_config,
     layer_drafter,
     one_layer_drafter,
@@ -209,26 +211,70 @@ def test_refusals() -> None:
         ).target_seconds(1, 1, 1)
 
 
-def declared(settings: dict[str, object], num_slots: int = 4) -> dict[str, object]:
+FAMILY_OF = {
+    **dict.fromkeys(("eagle", "eagle3", "mtp", "independent"), "chain"),
+    **dict.fromkeys(("dflash", "kforcing", "peagle"), "block"),
+    **dict.fromkeys(("dspark", "domino", "dflash2"), "sequential"),
+    "medusa": "heads",
+}
+
+
+def declared(architecture: str, settings: dict[str, object], num_slots: int = 4) -> dict[str, object]:
     vocabulary = {"size": 16, "target_size": 64}
-    return {"settings": settings, "num_slots": num_slots, "vocabulary": vocabulary, "dtype": "float32"}
+    return {
+        "architecture": architecture,
+        "settings": settings,
+        "num_slots": num_slots,
+        "vocabulary": vocabulary,
+        "dtype": "float32",
+    }
+
+
+def test_every_drafter_s_family() -> None:
+    chosen = [OmegaConf.load(path) for path in (ROOT / "conf" / "drafter").glob("*.yaml")]
+    known = {str(one.model._target_).split(".")[1] for one in chosen if "_target_" in one.get("model", {})}
+    assert known == set(FAMILY_OF)
+    for name, family in FAMILY_OF.items():
+        assert family_of(declared(name, {"num_layers": 1} if name == "medusa" else {"block": {}, "depth": 1})) == family
+
+
+def test_shapes_of_layers_that_declare_no_sizes() -> None:
+    """A layer of the target's kind, one a slot or one for all; a model of its own."""
+    target = transformer(4, 8, 16, (2, 1, 4), 64)
+    layer = {"eh_proj.weight": (8, 16), "block.mlp.weight": (8, 8), "norm.weight": (8,)}
+    shape = DrafterShape.from_declared(declared("mtp", {"block": {"kind": "own"}, "modules": 1}), layer, target)
+    assert (shape.family, shape.body.parameters, shape.body.head, shape.slot_parameters) == ("chain", 200, 128, 0)
+    assert shape.body.kv_bytes == target.kv_bytes / 4 == 2 * 1 * 4 * 2
+    assert shape.body.attention_flops == target.attention_flops / 4
+    second = layer | {f"more.0.{name}": size for name, size in layer.items()}
+    shape = DrafterShape.from_declared(declared("mtp", {"modules": 2}, num_slots=2), second, target)
+    assert shape.body.parameters == 200
+    config = {"hidden_size": 4, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 3}
+    own = declared("independent", {"config": config | {"vocab_size": 64, "num_key_value_heads": 1}})
+    shape = DrafterShape.from_declared(own, {}, target)
+    assert (shape.family, shape.body.layers, shape.body.width, shape.body.head) == ("chain", 3, 4, 64 * 4 // 4)
+    assert shape.body.parameters == 3 * (4 * 2 * (2 + 2) + 4 * 4 + 3 * 4 * 8)
+    # Ten slots: ten passes of it, not one.
+    costs = Roofline(Device("d", 1, 1, {"bf16": 1}), Engine(1, 1, 0, 0), target, shape)
+    assert costs.draft_seconds(1, 10, 5) == pytest.approx(10 * costs.draft_seconds(1, 1, 5))
 
 
 def test_shapes_from_a_drafter_folder() -> None:
     target = transformer(4, 8, 16, (2, 1, 4), 64)
     layer = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
     chain = {"fc.weight": (8, 24), "midlayer.mlp.weight": (8, 8), "lm_head.weight": (16, 8), "d2t": (16,)}
-    shape = DrafterShape.from_declared(declared({"layer": layer}), chain, target)
+    shape = DrafterShape.from_declared(declared("eagle3", {"layer": layer}), chain, target)
     assert (shape.family, shape.body.parameters, shape.body.head, shape.slot_parameters) == ("chain", 256, 128, 0)
-    assert shape.body.kv_bytes == 2 * 1 * 4 * 4
+    assert shape.body.kv_bytes == 2 * 1 * 4 * 2, "stored in 32 bits, run in the target's 16"
+    assert shape.body.precision == shape.body.head_precision == "bf16"
     block = {"fc.weight": (8, 24), "layers.0.w": (8, 8), "layers.1.w": (8, 8), "markov_head.markov_w1.weight": (64, 4)}
-    shape = DrafterShape.from_declared(declared({"layer": layer, "block": {}}), block, target)
+    shape = DrafterShape.from_declared(declared("dflash", {"layer": layer, "block": {}}), block, target)
     assert (shape.family, shape.body.parameters, shape.body.layers, shape.body.head) == ("block", 320, 2, 128)
     slots = block | {"markov_head.markov_w2.weight": (16, 4)}
-    shape = DrafterShape.from_declared(declared({"layer": layer, "block": {}}), slots, target)
+    shape = DrafterShape.from_declared(declared("dspark", {"layer": layer, "block": {}}), slots, target)
     assert (shape.family, shape.slot_parameters) == ("sequential", 64)
     heads = {f"blocks.{i}.weight": (8, 8) for i in range(4)}
-    shape = DrafterShape.from_declared(declared({"num_layers": 1, "head": "target"}), heads, target)
+    shape = DrafterShape.from_declared(declared("medusa", {"num_layers": 1, "head": "target"}), heads, target)
     assert (shape.family, shape.slot_parameters, shape.body.parameters, shape.body.head) == ("heads", 64, 0, 128)
 
 
