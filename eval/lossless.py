@@ -7,7 +7,7 @@ dtype's rounding explains of the largest logit. After it the texts are different
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,16 +49,21 @@ def compare(
     drafted: Sequence[list[int]],
 ) -> list[Difference]:
     """One Difference for each prompt whose two answers (new tokens) part; empty when all are identical."""
-    found = []
-    for name, prompt, plain, other in zip(ids, prompts, baseline, drafted, strict=True):
-        if plain == other:
-            continue
-        place = first_difference(plain, other)
-        pair = tuple(answer[place] if place < len(answer) else None for answer in (plain, other))
-        gap, bound = math.inf, 0.0
-        if pair[0] is not None and pair[1] is not None:
-            gap, bound = margin(target, prompt + plain[:place], (pair[0], pair[1]))
-        found.append(Difference(name, place, pair[0], pair[1], gap, bound))
+    found, dtype = [], target.dtype
+    with ExitStack() as held:  # the weights become float32 once, for all that part
+        wide = False
+        for name, prompt, plain, other in zip(ids, prompts, baseline, drafted, strict=True):
+            if plain == other:
+                continue
+            place = first_difference(plain, other)
+            pair = tuple(answer[place] if place < len(answer) else None for answer in (plain, other))
+            gap, bound = math.inf, 0.0
+            if pair[0] is not None and pair[1] is not None:
+                if not wide:
+                    held.enter_context(float32_weights(target))
+                    wide = True
+                gap, bound = _margin(target, prompt + plain[:place], (pair[0], pair[1]), dtype)
+            found.append(Difference(name, place, pair[0], pair[1], gap, bound))
     return found
 
 
@@ -68,12 +73,17 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(one), len(other)))
 
 
-@torch.no_grad()
 def margin(target: Target, text: list[int], pair: tuple[int, int]) -> tuple[float, float]:
     """(gap, bound) of two tokens after `text`: see Difference. Runs the target once with float32 weights."""
     dtype = target.dtype
     with float32_weights(target):
-        last = target.forward(torch.tensor([text], device=target.device), ()).last[0, -1].float()
+        return _margin(target, text, pair, dtype)
+
+
+@torch.no_grad()
+def _margin(target: Target, text: list[int], pair: tuple[int, int], dtype: torch.dtype) -> tuple[float, float]:
+    """The same where the weights are float32 already. dtype: that the target runs in."""
+    last = target.forward(torch.tensor([text], device=target.device), ()).last[0, -1].float()
     parts = target.parts
     last = last.to(parts.head.device)
     pieces = []

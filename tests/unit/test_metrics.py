@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from data.target import Target
+from eval import lossless
 from eval.decoder import Generation
 from eval.lossless import Difference, compare, first_difference, float32_weights, margin, rounding_bound
 from eval.metrics import Work, acceptance, speed
@@ -87,6 +88,22 @@ def test_a_changed_token_is_no_near_tie_and_a_tie_is() -> None:
     assert gap <= bound
     third = int(target.logits(target.forward(torch.tensor([prompt]), ()).last)[0, -1].argmin())
     assert margin(target, prompt, (best, third))[0] > 1.0
+
+
+def test_weights_become_float32_once_for_all_that_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large target takes seconds a time; the bound stays that of the dtype it runs in."""
+    target, entered = Target(tiny_model().to(torch.bfloat16), tiny_tokenizer(), name="tiny"), list[int]()
+    held = lossless.float32_weights
+    monkeypatch.setattr(lossless, "float32_weights", lambda given: entered.append(1) or held(given))
+    same = ["a", "b"], [[START_ID]] * 2, [[5, 6], [5, 7]]
+    assert compare(target, *same, [[5, 6], [5, 7]]) == []
+    assert entered == []
+    assert compare(target, *same, [[5, 8], [9, 7]]) == [
+        Difference("a", 1, 6, 8, *margin(target, [START_ID, 5], (6, 8))),
+        Difference("b", 0, 5, 9, *margin(target, [START_ID], (5, 9))),
+    ]
+    assert len(entered) == 3, "once for both, and once for each margin asked here"
+    assert target.dtype == torch.bfloat16
 
 
 def test_an_answer_that_ends_early_is_a_failure() -> None:
