@@ -9,8 +9,8 @@
 # PARTS, in order (all three by default), each within its own time and each leaving what it has:
 #   checks   tests/numerics/test_on_a_gpu.py: compiled attention against dense, captured rounds against eager ones
 #   train    headstart bench train: a training step of DRAFTERS beside its naive twin, at SHAPE's sizes
-#   table    our harness at batch 1, 8 and 32, `bench profile` and its prediction against what was measured, and an
-#            engine (ENGINE=vllm or sglang, where HEADSTART_ENGINE_PYTHON names its python)
+#   table    our harness at batch 1, 8 and 32, `bench profile` and its prediction against what was measured, the harness
+#            by CUDA graphs, and an engine (ENGINE=vllm or sglang, where HEADSTART_ENGINE_PYTHON names its python)
 # Variables: OUT (outputs/h200; what is left there is few small files), WORK (all that was written), MINUTES (9.5, of
 # all parts), PARTS, PYTHON, PYTHONPATH (searched after the checkout), DRAFTERS, ENGINE, PROMPTS, NEW_TOKENS.
 set -euo pipefail
@@ -28,6 +28,8 @@ SHAPE=(hidden_size=4096 intermediate_size=14336 num_attention_heads=32 num_key_v
 # A look for a GPU must not start CUDA in a process that forks its measurements (training.bench).
 export PYTORCH_NVML_BASED_CUDA_CHECK=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+# Kernels are compiled one by one: a pool of compilers takes longer to start than the few kernels of a process.
+export TORCHINDUCTOR_COMPILE_THREADS=1
 if [ "${1:-}" = --dry-run ]; then
     SHAPE=(hidden_size=32 intermediate_size=48 num_attention_heads=4 num_key_value_heads=2 num_hidden_layers=12
         vocab_size=500)
@@ -37,7 +39,7 @@ fi
 mkdir -p "$OUT" "$WORK"
 OUT=$(realpath "$OUT") WORK=$(realpath "$WORK")
 if command -v nvidia-smi >/dev/null; then
-    nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.sm --format=csv | tee "$OUT/gpu.csv"
+    nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.sm --format=csv | tee "$OUT/gpu.csv" || true
 fi
 
 left() { echo $((END - $(date +%s))); }
@@ -67,11 +69,11 @@ for part in $PARTS; do
         JOBS=$("$PYTHON" -c "import os, xdist; print('-n', min(8, len(os.sched_getaffinity(0))))" 2>/dev/null || true)
         # Nothing but the checkout is known of such a machine: its own packages' warnings and names do not count.
         # shellcheck disable=SC2086
-        TORCHINDUCTOR_COMPILE_THREADS=1 HF_HUB_OFFLINE=1 within 200 checks \
+        OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 within 170 checks \
             "$PYTHON" -m pytest -v -rf --tb=short -W default --noconftest $JOBS tests/numerics/test_on_a_gpu.py
         ;;
     train)
-        within 170 train "$PYTHON" -m headstart bench train "train.drafters=[$DRAFTERS]" train.num_slots=5 \
+        within 150 train "$PYTHON" -m headstart bench train "train.drafters=[$DRAFTERS]" train.num_slots=5 \
             "train.tokens=${TOKENS:-4096}" train.repeats=3 "${SHAPE[@]/#/train.shape.}" "hydra.run.dir=$WORK/train"
         ;;
     table)

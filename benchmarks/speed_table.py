@@ -6,9 +6,10 @@
 
 TARGET: a folder or hub id. HEAD: a folder that training wrote. random:NAME makes a target of a known shape, or a head
 of conf/drafter, with random weights: its tau is about 1, its step times are real. Parts, in order, each written to
-FOLDER as it ends: our harness by batch (plain decoding once, then every head), step times by head (steps.json) with the
-roofline's error, predicted against measured, and serving engines where one is installed (HEADSTART_ENGINE_PYTHON). A
-part that outlasts its share, or fails, is noted and the next one runs. FOLDER/table.md is rewritten after each.
+FOLDER as it ends: our waiting loop by batch (plain decoding once, then every head), step times by head (steps.json)
+with the roofline's error, predicted against measured, our steady loop by batch (CUDA graphs, on a GPU), and serving
+engines where one is installed (HEADSTART_ENGINE_PYTHON). A part that outlasts its share, or fails, is noted and the
+next one runs. FOLDER/table.md is rewritten after each.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from checkpoints.engine_run import PYTHON
 from checkpoints.files import atomic, read_json, write_json
-from checkpoints.folder import load_drafter, read_drafter, save_drafter
+from checkpoints.folder import architecture_of, load_drafter, save_drafter
 from checkpoints.run import ROOT, machine
 from data.conversations import Prompt
 from data.suites import load_prompts
@@ -159,7 +160,8 @@ def random_head(name: str, target: Target, folder: Path) -> Path:
     vocabulary = None if words == size else DraftVocabulary(torch.arange(words), size)
     torch.manual_seed(0)
     head = instantiate(chosen.model, _partial_=True, _convert_="all")(target=target.parts, vocabulary=vocabulary)
-    return save_drafter(folder, head, target_identity=target.identity)
+    # Half the bytes to write, to check and to read: a head runs in the target's dtype.
+    return save_drafter(folder, head, target_identity=target.identity, dtype=target.dtype)
 
 
 def prompts_of(name: str, count: int) -> list[Prompt]:
@@ -171,22 +173,23 @@ def prompts_of(name: str, count: int) -> list[Prompt]:
     ]
 
 
-def harness(table: Table, target: Target, heads: dict[str, Drafter], given: argparse.Namespace) -> None:
+def harness(table: Table, target: Target, heads: dict[str, Drafter], given: argparse.Namespace, loop: str) -> None:
     """Our own loop: plain decoding once for each batch size, then every head."""
     for batch in given.batches:
         prompts = prompts_of(given.prompts, max(batch, given.least))
-        how = EvalSettings(max_new_tokens=given.max_new_tokens, batch_size=batch)
+        how = EvalSettings(max_new_tokens=given.max_new_tokens, batch_size=batch, loop=loop)
         plain: dict[str, Pass] = {}
-        table.part(f"plain, batch {batch}", partial(decode_plain, table, target, prompts, how, plain))
+        where = f"{loop} loop, batch {batch}"
+        table.part(f"plain, {where}", partial(decode_plain, table, target, prompts, how, plain))
         for name, head in heads.items() if plain else ():
-            table.part(f"{name}, batch {batch}", partial(decode, table, target, (name, head), prompts, how, plain))
+            table.part(f"{name}, {where}", partial(decode, table, target, (name, head), prompts, how, plain))
 
 
 def decode_plain(table: Table, target: Target, prompts: list[Prompt], how: EvalSettings, into: dict[str, Pass]) -> None:
     """One pass without a drafter, kept in `into`."""
     into.update(baselines(target, prompts, how))
     rate = into["all"].work.tokens_per_s
-    table.harness.append(_row("plain", how.batch_size, None, rate, None, None, None))
+    table.harness.append(_row("plain", how, None, rate, None, None, None))
 
 
 def decode(
@@ -203,17 +206,23 @@ def decode(
     pace, tau = report.whole.speed, report.whole.acceptance.tau
     same = None if report.greedy_identical is None else str(report.greedy_identical)
     rounds = tau / pace.break_even_tau if pace.break_even_tau else None
-    row = _row(name, how.batch_size, tau, pace.tokens_per_s, pace.speedup, rounds, same)
+    row = _row(name, how, tau, pace.tokens_per_s, pace.speedup, rounds, same)
     table.harness.append(row | {"draft ms": pace.draft_ms, "verify ms": pace.verify_ms})
-    write_json(table.out / f"harness_{name}_{how.batch_size}.json", report.as_dict())
+    write_json(table.out / f"harness_{name}_{how.loop}_{how.batch_size}.json", report.as_dict())
 
 
 def _row(
-    name: str, batch: int, tau: float | None, rate: float, gain: float | None, rounds: float | None, same: str | None
+    name: str,
+    how: EvalSettings,
+    tau: float | None,
+    rate: float,
+    gain: float | None,
+    rounds: float | None,
+    same: str | None,
 ) -> dict[str, Any]:
     """speedup of rounds: prompts left out, tau / break-even tau."""
-    row = {"head": name, "batch": batch, "tau": tau, "tokens/s": rate, "speedup": gain, "speedup of rounds": rounds}
-    return row | {"identical": same, "draft ms": None, "verify ms": None}
+    row = {"head": name, "loop": how.loop, "batch": how.batch_size, "tau": tau, "tokens/s": rate, "speedup": gain}
+    return row | {"speedup of rounds": rounds, "identical": same, "draft ms": None, "verify ms": None}
 
 
 def step_times(
@@ -248,9 +257,10 @@ def step_times(
 
 
 def predict(table: Table, name: str, num_slots: int, found: Measured, model: Cost, context: int) -> None:
-    """Speedup of rounds at the harness's own tau, by measured step times and by the roofline, beside the harness's."""
+    """Speedup of rounds at the harness's own tau, by measured step times and by the roofline, beside the harness's: of
+    the waiting loop, whose steps those are."""
     for row in table.harness:
-        if row["head"] == name and row["speedup of rounds"]:
+        if row["head"] == name and row["loop"] == "waiting" and row["speedup of rounds"]:
             by_steps, by_roofline = (
                 speedup(cost, row["tau"], row["batch"], num_slots, context) for cost in (found, model)
             )
@@ -301,7 +311,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompts", default="builtin")
-    parser.add_argument("--least", type=int, default=4, help="prompts at a batch size below it")
+    parser.add_argument("--least", type=int, default=2, help="prompts at a batch size below it")
     parser.add_argument("--limit", type=int, default=2, help="prompts of each domain on engines")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
@@ -342,11 +352,13 @@ def main() -> None:
             random = one.startswith(RANDOM)
             folder = random_head(name, target, given.out / "heads" / name) if random else Path(one).resolve()
             heads[name], folders[name] = load_drafter(folder, target.parts), folder
-            table.about[name] = read_drafter(folder).declared.architecture
+            table.about[name] = architecture_of(type(heads[name]))
 
         table.part(f"{name}: load", load)
-    harness(table, target, heads, given)
+    harness(table, target, heads, given, "waiting")
     step_times(table, target, heads, folders, given)
+    # Last of ours: a graph that fails on the device may leave it unfit for what would come after.
+    harness(table, target, heads, given, "steady")
     if given.engine and not made and os.environ.get(PYTHON):
         source = target.source
         heads.clear()

@@ -23,9 +23,8 @@ def test_the_dry_run_leaves_the_whole_table(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["speed_table.py", "--dry-run", "--out", str(tmp_path), "--engine", "vllm"])
     main()
     found = read_json(tmp_path / "table.json")
-    assert [(row["head"], row["batch"]) for row in found["harness"]] == [
-        *(("plain", 1), ("eagle3", 1)),
-        *(("plain", 2), ("eagle3", 2)),
+    assert [(row["loop"], row["batch"], row["head"]) for row in found["harness"]] == [
+        (loop, batch, head) for loop in ("waiting", "steady") for batch in (1, 2) for head in ("plain", "eagle3")
     ]
     assert all(row["identical"] == "True" for row in found["harness"] if row["head"] == "eagle3")
     assert [row["batch"] for row in found["steps"]] == [1, 2]
