@@ -22,6 +22,11 @@ WORK=${WORK:-outputs/h200-work}
 MINUTES=${MINUTES:-9.5}
 PARTS=${PARTS:-checks train table}
 DRAFTERS=${DRAFTERS:-eagle3,dflash,dspark}
+# Said at once, not by three parts that fail.
+NEEDED="accelerate httpx hydra jinja2 lightning omegaconf rich safetensors torch transformers"
+MISSING=$("$PYTHON" -c "import sys; from importlib.util import find_spec
+print(*[one for one in sys.argv[1:] if find_spec(one) is None])" $NEEDED)
+[ -z "$MISSING" ] || { echo "$PYTHON lacks $MISSING: install them, or put them on PYTHONPATH" >&2; exit 2; }
 END=$(($(date +%s) + $("$PYTHON" -c "print(int(60 * $MINUTES))")))
 SHAPE=(hidden_size=4096 intermediate_size=14336 num_attention_heads=32 num_key_value_heads=8 num_hidden_layers=32
     vocab_size=128256)

@@ -1,6 +1,8 @@
 """benchmarks/speed_table.py on tiny doubles: its parts end on time, and each leaves what it has."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from benchmarks import speed_table
 from benchmarks.speed_table import Table, arguments, engines, main
 from checkpoints.files import read_json, write_json
-from checkpoints.run import machine
+from checkpoints.run import ROOT, machine
 
 
 def table(folder: Path, seconds: float) -> Table:
@@ -35,6 +37,19 @@ def test_the_dry_run_leaves_the_whole_table(tmp_path: Path, monkeypatch: pytest.
     assert found["notes"] == ["vllm: not run, it needs real weights and HEADSTART_ENGINE_PYTHON"]
     assert (tmp_path / "steps_eagle3.json").exists()
     assert "## Predicted" in (tmp_path / "table.md").read_text()
+
+
+def test_the_script_says_at_once_what_its_python_lacks(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    script = ROOT / "benchmarks" / "h200.sh"
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(bare), "OUT": str(tmp_path / "out")}
+    done = subprocess.run(["bash", script, "--dry-run"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "lacks accelerate" in done.stderr
+    assert "torch" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_part_is_stopped_on_time_and_the_next_one_runs(tmp_path: Path) -> None:
