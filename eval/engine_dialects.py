@@ -281,7 +281,7 @@ DIALECTS: dict[str, Dialect] = {
         _sglang_body,
         _sglang_read,
         "/v1/models",
-        "/get_server_info",
+        "/server_info",
         _sglang_counters,
         ordered=False,
     ),

@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802 - the library's name
         pages = {"/metrics": self.server.metrics(), "/health": "", "/version": '{"version": "fake-1"}'}
-        pages |= {"/v1/models": '{"data": [{"id": "fake"}]}', "/get_server_info": '{"version": "fake-2"}'}
+        pages |= {"/v1/models": '{"data": [{"id": "fake"}]}', "/server_info": '{"version": "fake-2"}'}
         self._send(200 if self.path in pages else 404, pages.get(self.path, ""))
 
     def do_POST(self) -> None:  # noqa: N802 - the library's name
