@@ -1,6 +1,7 @@
 """What only a GPU runs: FlexAttention's compiled kernels, CUDA graphs, pinned copies. Skipped where there is none.
 
-The same weights and batch on the CPU, where attention is dense and nothing is captured, say what must come out.
+The same weights and batch on the CPU, where attention is dense and nothing is captured, say what must come out. What
+compiles, and takes its time, comes last.
 """
 
 from collections.abc import Iterator
@@ -86,6 +87,41 @@ def step(drafter: Drafter, batch: Batch, target: Target, name: str) -> tuple[Ten
     return (terms.loss / terms.denominator).detach().cpu(), found
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=24, top_p=0.95)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_captured_rounds_are_the_waiting_loops(name: str, sampling: Sampling, there: Target) -> None:
+    drafter = checks.build(name, there, num_slots=3).to("cuda")
+    drafter.warm_start(there.parts)
+    how = DecodeSettings(num_slots=3, max_new_tokens=24, batch_size=8, seed=3, sampling=sampling)
+    known = generate(there, drafter, PROMPTS, how)
+    if sampling.greedy:
+        plain = generate(there, None, PROMPTS, how)
+        assert [one.tokens for one in known] == [one.tokens for one in plain]
+    for kind in ("steady", "halves"):
+        made = generate(there, drafter, PROMPTS, how, group=Loop(kind, checked=True).group)
+        assert [one.tokens for one in made] == [one.tokens for one in known], kind
+        assert [one.accepted for one in made] == [one.accepted for one in known], kind
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_schedule_waits_for_nothing(late: bool, there: Target) -> None:
+    drafter = checks.build("dspark", there, num_slots=3).to("cuda")
+    drafter.warm_start(there.parts)
+    how = DecodeSettings(num_slots=3, max_new_tokens=24, batch_size=8, seed=3)
+    plain = generate(there, None, PROMPTS, how)
+    for kind in ("steady", "halves"):
+        loop = Loop(kind, partial(Prefix, Line(1.0, 0.05), 3, late, False), checked=True)
+        made = generate(there, drafter, PROMPTS, how, group=loop.group)
+        assert [one.tokens for one in made] == [one.tokens for one in plain], kind
+
+
+def test_greedy_output_is_the_cpus(here: Target, there: Target) -> None:
+    one, other = both("eagle3", here, there)
+    how = DecodeSettings(num_slots=2, max_new_tokens=24, batch_size=8)
+    mine, theirs = generate(here, one, PROMPTS, how), generate(there, other, PROMPTS, how)
+    assert [made.tokens for made in mine] == [made.tokens for made in theirs]
+
+
 @pytest.mark.parametrize("name", checks.DRAFTERS)
 def test_a_training_step_is_the_cpus(name: str, here: Target, there: Target) -> None:
     one, other = (drafter.train() for drafter in both(name, here, there))
@@ -131,41 +167,6 @@ def test_a_step_waits_where_slots_are_counted(name: str, there: Target, monkeypa
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=24, top_p=0.95)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", LOOPS)
-def test_captured_rounds_are_the_waiting_loops(name: str, sampling: Sampling, there: Target) -> None:
-    drafter = checks.build(name, there, num_slots=3).to("cuda")
-    drafter.warm_start(there.parts)
-    how = DecodeSettings(num_slots=3, max_new_tokens=24, batch_size=8, seed=3, sampling=sampling)
-    known = generate(there, drafter, PROMPTS, how)
-    if sampling.greedy:
-        plain = generate(there, None, PROMPTS, how)
-        assert [one.tokens for one in known] == [one.tokens for one in plain]
-    for kind in ("steady", "halves"):
-        made = generate(there, drafter, PROMPTS, how, group=Loop(kind, checked=True).group)
-        assert [one.tokens for one in made] == [one.tokens for one in known], kind
-        assert [one.accepted for one in made] == [one.accepted for one in known], kind
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_schedule_waits_for_nothing(late: bool, there: Target) -> None:
-    drafter = checks.build("dspark", there, num_slots=3).to("cuda")
-    drafter.warm_start(there.parts)
-    how = DecodeSettings(num_slots=3, max_new_tokens=24, batch_size=8, seed=3)
-    plain = generate(there, None, PROMPTS, how)
-    for kind in ("steady", "halves"):
-        loop = Loop(kind, partial(Prefix, Line(1.0, 0.05), 3, late, False), checked=True)
-        made = generate(there, drafter, PROMPTS, how, group=loop.group)
-        assert [one.tokens for one in made] == [one.tokens for one in plain], kind
-
-
-def test_greedy_output_is_the_cpus(here: Target, there: Target) -> None:
-    one, other = both("eagle3", here, there)
-    how = DecodeSettings(num_slots=2, max_new_tokens=24, batch_size=8)
-    mine, theirs = generate(here, one, PROMPTS, how), generate(there, other, PROMPTS, how)
-    assert [made.tokens for made in mine] == [made.tokens for made in theirs]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
