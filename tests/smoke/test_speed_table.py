@@ -6,14 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import speed_table
-from benchmarks.speed_table import Table, arguments, engines, main
+from benchmarks.speed_table import Table, arguments, decode, engines, main
 from checkpoints.files import read_json, write_json
 from checkpoints.run import ROOT, machine
+from eval.eval_settings import EvalSettings
 
 
 def table(folder: Path, seconds: float) -> Table:
@@ -67,6 +69,17 @@ def test_a_part_is_stopped_on_time_and_the_next_one_runs(tmp_path: Path) -> None
     assert found.notes[0].startswith("slow: TimeoutError: outlasted")
     assert found.notes[1].startswith("broken: JSONDecodeError")
     assert read_json(tmp_path / "table.json")["notes"] == found.notes
+
+
+def test_an_answer_that_parts_says_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = SimpleNamespace(tokens_per_s=1.0, speedup=1.0, break_even_tau=1.0, draft_ms=1.0, verify_ms=1.0)
+    whole = SimpleNamespace(speed=pace, acceptance=SimpleNamespace(tau=1.0))
+    told = SimpleNamespace(whole=whole, greedy_identical=False, failures=lambda: ["gap 0.07", "more"], as_dict=dict)
+    monkeypatch.setattr(speed_table, "evaluate", lambda *_, **__: told)
+    found = table(tmp_path, 60)
+    decode(found, Any, ("a", Any), [], EvalSettings(batch_size=2, loop="steady"), {})  # type: ignore[arg-type]
+    assert found.harness[0]["identical"] == "False"
+    assert found.notes == ["a, steady loop, batch 2: gap 0.07"]
 
 
 def test_nothing_starts_when_the_time_is_over(tmp_path: Path) -> None:
