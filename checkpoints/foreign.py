@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.folder import drafter_class
+from checkpoints.files import read_json
+from checkpoints.folder import CONFIG, FORMAT, drafter_class, load_drafter
 from checkpoints.foreign_block import import_block
 from checkpoints.layout import (
     KNOWN,
@@ -29,6 +30,15 @@ from drafters.vocabulary import DraftVocabulary
 
 NO_PARALLEL = ("norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias", "bias", "use_sliding_window")
 MUST_BE_OFF = ("norm_before_fc", "attention_bias", "mlp_bias", "bias", "use_sliding_window", "parallel_drafting")
+
+
+def open_head(folder: Path, target: TargetParts) -> Drafter:
+    """A head as training or an export left it: a folder of ours, or one of the layouts that `import_head` reads.
+    ValueError as `load_drafter` and `import_head`."""
+    if read_json(folder / CONFIG).get("format") == FORMAT:
+        return load_drafter(folder, target)
+    drafter = import_head(folder, target)[0]
+    return drafter.to(device=target.embedding.device, dtype=target.embedding.dtype).eval()
 
 
 def import_head(

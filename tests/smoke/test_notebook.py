@@ -1,13 +1,17 @@
-"""notebooks/evaluate.ipynb runs from the first cell to the last on a tiny target and a saved head."""
+"""notebooks/evaluate.ipynb runs from the first cell to the last on a tiny target and an exported head."""
 
 import json
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
-from checkpoints.folder import save_drafter
+from checkpoints.engine_entry import Source
+from checkpoints.engines import export_engine
+from checkpoints.folder import read_drafter, save_drafter
+from checkpoints.foreign import open_head
 from data.target import Target
 from drafters.eagle3 import Eagle3
 from tests.doubles import save_tiny
@@ -21,11 +25,17 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.load(str(source), dtype="float32")
     drafter = Eagle3(target.parts, None, num_slots=2, layers=[0, 2, 4])
     save_drafter(tmp_path / "head", drafter, target_identity=target.identity)
+    exported = export_engine(
+        Source(read_drafter(tmp_path / "head"), str(source), torch.float32), "vllm", tmp_path / "vllm"
+    )
+    ours, again = (dict(open_head(tmp_path / name, target.parts).named_parameters()) for name in ("head", "vllm"))
+    assert ours.keys() == again.keys()
+    assert all(torch.equal(again[name], ours[name]) for name in ours)
     row = {"id": "a", "domain": "toy", "messages": [{"role": "user", "content": "give me a json object"}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
     for name, value in {
         "TARGET": source,
-        "DRAFTER": tmp_path / "head",
+        "DRAFTER": exported.folder,
         "PROMPTS": tmp_path / "prompts.jsonl",
         "OUT": tmp_path / "out",
         "MAX_NEW_TOKENS": 6,
