@@ -27,7 +27,7 @@ from drafters.branches import Branches, NodeColumns
 from drafters.chains import visible_rows
 from drafters.contract import Batch, Drafter, Grid, Needs, Proposal, SlotBatch, TargetParts, grid
 from drafters.drafting import along, choose, take_rows
-from drafters.layers import SharedEmbedding, SharedHead, complete
+from drafters.layers import SharedEmbedding, SharedHead, check_counts, complete
 from drafters.mtp_block import ChainKeys, DraftKeys, attention_weights, layer_kind, own_choices, probe
 from drafters.mtp_index import Indexer, among, best, index_loss
 from drafters.mtp_module import MtpModule
@@ -327,17 +327,18 @@ class MtpBranches(Branches):
 
 def _check(num_slots: int, modules: int, steps: int, chosen: dict[str, Any]) -> None:
     """ValueError on settings outside their ranges or at odds with each other."""
-    if num_slots < 1 or modules not in (1, num_slots):
-        raise ValueError(f"num_slots must be at least 1 and modules 1 or num_slots, got {num_slots} and {modules}")
+    check_counts("", num_slots=num_slots, modules=modules)
+    if modules not in (1, num_slots):
+        raise ValueError(f"modules must be 1 or num_slots, got {modules} with num_slots {num_slots}")
     if not 1 <= steps <= num_slots or (modules > 1 and steps < num_slots):
         raise ValueError(f"train_steps must be 1..num_slots, and all of them with modules > 1; got {steps}")
     for name, allowed in CHOICES.items():
         if chosen[name] not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {chosen[name]!r}")
     top, share = chosen["top"], chosen["share"]
-    if top is not None and top < 1 or not 0 <= chosen["dense_until"] <= 1:
-        raise ValueError(f"top must be at least 1 or null, dense_until in [0, 1]; got {top}, {chosen['dense_until']}")
-    if min(chosen["index_heads"], chosen["index_width"]) < 1:
-        raise ValueError("index_heads and index_width must be at least 1")
+    sizes = {name: chosen[name] for name in ("index_heads", "index_width")} | ({} if top is None else {"top": top})
+    check_counts("sharing.", **sizes)
+    if not 0 <= chosen["dense_until"] <= 1:
+        raise ValueError(f"sharing.dense_until must be in [0, 1], got {chosen['dense_until']}")
     if modules > 1 and (top is not None or share != "none"):
         raise ValueError("sharing is between the steps of one module; with modules > 1 leave share none and top null")

@@ -10,8 +10,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from data.structure import PLAIN_ATTENTION, layer_kinds
 from data.target import Features, Target
 from eval.cache import RowCache
+
+
+def check_branches(target: Target, setting: str) -> None:
+    """ValueError, naming the setting that asks for it, for a target that cannot read branches."""
+    if foreign := sorted(layer_kinds(target.model) - set(PLAIN_ATTENTION)):
+        raise ValueError(
+            f"{setting} makes the target read drafts off one cache of a text, but what its layers of "
+            f"{', '.join(foreign)} keep cannot be taken back"
+        )
 
 
 @torch.no_grad()

@@ -13,7 +13,9 @@ from eval.replay import Round
 from tests import checks
 from tests.doubles import FAMILIES, tiny_target
 from training import self_forcing
+from training.module import DrafterModule
 from training.objectives import Objective, plain_terms, slot_terms
+from training.optimizers import OptimizerSettings
 from training.self_forcing import Rollout, SelfForcing, SelfForcingSettings, answers_of, with_drafts
 
 
@@ -157,6 +159,19 @@ def test_sampled_drafts_differ_from_greedy_ones(target):
     greedy = SelfForcing(target, SelfForcingSettings(share=1.0), None).roll(drafter, batch)[1]
     hot = SelfForcing(target, SelfForcingSettings(share=1.0, temperature=1.0), None).roll(drafter, batch)[1]
     assert greedy.tokens.shape != hot.tokens.shape or not torch.equal(greedy.tokens, hot.tokens)
+
+
+def test_a_recurrent_target_cannot_judge_rejected_drafts():
+    """Its state cannot be taken back: said before the first step, by the setting's name."""
+    recurrent = tiny_target("qwen3_next")
+    drafter = checks.build("eagle3", tiny_target(), num_slots=3)
+    free, judged = (SelfForcing(recurrent, SelfForcingSettings(1.0, rejected=r), None) for r in (0.0, 0.5))
+    free.check(drafter)
+    words = r"self_forcing\.rejected=0\.5 .* layers of linear_attention keep cannot be taken back"
+    with pytest.raises(ValueError, match=words):
+        judged.check(drafter)
+    with pytest.raises(ValueError, match=words):
+        DrafterModule(drafter, recurrent.parts, Objective(), OptimizerSettings(), 1, judged)
 
 
 def test_the_schedule():

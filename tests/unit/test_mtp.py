@@ -588,6 +588,8 @@ def test_runs_in_bfloat16(target, model):
     ("model", "words"),
     [
         ({"num_slots": 0}, "num_slots"),
+        ({"num_slots": 2.5}, "num_slots must be at least 1 and whole"),
+        ({"sharing": {"top": 2.5}}, r"sharing\.top must be at least 1 and whole"),
         ({"modules": 2}, "modules"),
         ({"train_steps": 4}, "train_steps"),
         ({"modules": 3, "train_steps": 1}, "train_steps"),
