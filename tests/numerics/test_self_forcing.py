@@ -8,6 +8,7 @@ import torch
 
 from data.target import Target
 from drafters.contract import Batch, Drafted, grid
+from eval import branches
 from eval.branches import read_branches
 from eval.replay import Round
 from tests import checks
@@ -108,6 +109,21 @@ def test_branches_equal_reading_each_alone(family):
         alone = target.forward(torch.cat([text[: anchor + 1], drafted[index]])[None], (0, 3))
         assert torch.allclose(read.last[index], alone.last[0, anchor:], atol=2e-4), f"branch at {anchor}"
         assert torch.allclose(read.aux[index], alone.aux[0, anchor:], atol=2e-4), f"branch at {anchor}"
+
+
+def test_a_long_text_is_read_in_fewer_branches_at_once(target, monkeypatch):
+    """A branch holds a copy of the text's cache: 16 copies of a long one would not fit beside a large target."""
+    text = torch.tensor(checks.random_text(target, 20, 1))
+    anchors, read, forward = [4, 9, 12, 15, 19], [], target.forward
+    monkeypatch.setattr(
+        target, "forward", lambda ids, *rest, **words: (read.append(len(ids)), forward(ids, *rest, **words))[1]
+    )
+    blocks = text[anchors][:, None].expand(-1, 2)
+    whole = read_branches(target, text, anchors, blocks).last
+    monkeypatch.setattr(branches, "CACHED", 40)  # positions: two copies of 19
+    parts = read_branches(target, text, anchors, blocks).last
+    assert read == [1, 5, 1, 2, 2, 1]
+    assert torch.allclose(whole, parts, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "exponential", "dpace"])
