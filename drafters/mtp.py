@@ -267,7 +267,7 @@ class Mtp(MtpModule, Drafter):
             seen = best(self.indexer.scores(fused, state.index_keys), seen, self.sharing["top"])
         with own_choices(self.heads[m].block) as chosen:
             output = self.heads[m].through(fused, positions, seen, keys)
-        return output, among(seen, chosen[0]) if self.own_width is not None else seen
+        return output, among(seen, chosen[0]) if chosen and self.keeps_choice else seen
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """ValueError when there is one module a slot and more slots are asked for."""
