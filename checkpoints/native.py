@@ -152,6 +152,7 @@ def extract(
         "recycles": state.recycles,
         "zero_first": state.zero_first,
         "concat": native.layout.concat,
+        "sharing": {"share": shared_keys(checkpoint, native)},
     }
     tensors = read_own(checkpoint, native)
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
@@ -170,6 +171,13 @@ def served(layout: Layout, engine: str) -> State:
     if engine not in layout.serves:
         raise ValueError(f"{engine} is not known to run {layout.name} heads; known: {', '.join(layout.serves)}")
     return layout.serves[engine]
+
+
+def shared_keys(checkpoint: Checkpoint, native: Native) -> str:
+    """The drafter's sharing.share as engines run this head: kv where its own indexer chooses positions at the first
+    step and config.json lets the later ones keep to that choice (GLM-5.2)."""
+    indexed = any(".indexer." in own for module in native.modules for own in module.values())
+    return "kv" if indexed and checkpoint.text.get("index_share_for_mtp_iteration") else "none"
 
 
 def _same_copies(checkpoint: Checkpoint, native: Native) -> None:
@@ -233,7 +241,7 @@ def stitch(
     _fits_target(whole, checkpoint)
     if native is None:
         return wrap(whole, checkpoint, out, engine=engine, link=link, provenance=provenance, card=card)
-    agree(whole, native.layout, engine, len(native.modules))
+    agree(whole, native.layout, engine, len(native.modules), shared_keys(checkpoint, native))
     unquantised(checkpoint, native.names, "stitch")
     changed = changed_tensors(checkpoint, native, whole.tensors)
     claim(out, [checkpoint.folder, whole.folder], provenance)
@@ -267,8 +275,9 @@ def _fits_target(whole: Whole, checkpoint: Checkpoint) -> None:
         )
 
 
-def agree(whole: Whole, layout: Layout, engine: str, modules: int) -> None:
-    """ValueError names every point in which the drafter was trained otherwise than the engine runs this layout."""
+def agree(whole: Whole, layout: Layout, engine: str, modules: int, share: str = "none") -> None:
+    """ValueError names every point in which the drafter was trained otherwise than the engine runs this layout. share:
+    see shared_keys."""
     state, settings = served(layout, engine), whole.declared.settings
     wanted = {
         "concat": layout.concat,
@@ -283,8 +292,9 @@ def agree(whole: Whole, layout: Layout, engine: str, modules: int) -> None:
         if settings.get(key) != value
     ]
     sharing = settings.get("sharing") or {}
-    if sharing.get("share", "none") != "none" or sharing.get("top") is not None:
-        reasons.append(f"sharing: the drafter has {sharing}, {engine} lets every step see the keys of all before it")
+    if sharing.get("share", "none") != share or sharing.get("top") is not None:
+        seen = "the keys of all before it" if share == "none" else "what the head's indexer chose at the first (kv)"
+        reasons.append(f"sharing: the drafter has {sharing}, {engine} lets every step see {seen}")
     if not whole.vocabulary.is_full:
         size = whole.vocabulary.target_size
         reasons.append(f"vocabulary: the drafter has {len(whole.vocabulary)} tokens, {engine} drafts all {size}")

@@ -6,7 +6,7 @@ import torch
 
 from checkpoints.files import read_json
 from checkpoints.lint_common import Finding
-from checkpoints.native import Native, find_native
+from checkpoints.native import Native, find_native, shared_keys
 from checkpoints.native_files import CONFIG, Checkpoint, header, unquantised
 from checkpoints.native_layouts import declared_modules, layout_of
 from checkpoints.target_files import EMBEDDINGS, INDEX, SINGLE
@@ -50,7 +50,8 @@ def lint_native(folder: Path, engine: str) -> list[Finding]:
         found.append(Finding("note", f"none of {', '.join(layout.counts)} is written: engines assume one module"))
     state = layout.serves[engine]
     text = f"{engine} runs it as concat {layout.concat}, reads {state.reads}, recycles {state.recycles}"
-    return [*found, Finding("note", f"{text}, zero_first {state.zero_first}")]
+    text = f"{text}, zero_first {state.zero_first}, sharing.share {shared_keys(checkpoint, native)}"
+    return [*found, Finding("note", text)]
 
 
 def _tensors(checkpoint: Checkpoint, native: Native) -> list[Finding]:

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 
 from drafters.contract import Batch, Needs, SlotBatch, TargetParts
 from drafters.decoder import PlainLayer, take_block
-from drafters.layers import Rotary, SharedEmbedding, SharedHead, layer_config, layer_settings, plain_norm_weight
+from drafters.layers import (
+    Rotary,
+    SharedEmbedding,
+    SharedHead,
+    check_counts,
+    layer_config,
+    layer_settings,
+    plain_norm_weight,
+)
 from drafters.sampling import round_seeds
 from drafters.unrolled import Unrolled
 from drafters.vocabulary import DraftVocabulary
@@ -53,8 +61,7 @@ class Eagle(Unrolled):
         layer: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if num_slots < 1 or depth < 1:
-            raise ValueError(f"num_slots and depth must be at least 1, got {num_slots} and {depth}")
+        check_counts("", num_slots=num_slots, depth=depth)
         if train_steps is not None and not 1 <= train_steps <= num_slots:
             raise ValueError(f"train_steps must be null or in 1..{num_slots} (num_slots), got {train_steps}")
         if noise < 0:

@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from drafters.branches import Branches, NodeColumns
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, grid
 from drafters.drafting import along, take_rows
-from drafters.layers import WholeBuffers, layer_config, layer_settings
+from drafters.layers import WholeBuffers, check_counts, layer_config, layer_settings
 from drafters.placed import PlacedLayer
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary, tokenizer_fingerprint
@@ -74,8 +74,7 @@ class Independent(WholeBuffers, Drafter):
         attention: str | None = None,
     ) -> None:
         super().__init__()
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+        check_counts("", num_slots=num_slots)
         if train_steps is not None and not 1 <= train_steps <= num_slots:
             raise ValueError(f"train_steps must be null or in 1..{num_slots} (num_slots), got {train_steps}")
         if path is not None and config:

@@ -27,9 +27,9 @@ from drafters.branches import Branches, NodeColumns
 from drafters.chains import visible_rows
 from drafters.contract import Batch, Drafter, Grid, Needs, Proposal, SlotBatch, TargetParts, grid
 from drafters.drafting import along, choose, take_rows
-from drafters.layers import SharedEmbedding, SharedHead, complete
-from drafters.mtp_block import ChainKeys, DraftKeys, attention_weights, layer_kind, probe
-from drafters.mtp_index import Indexer, best, index_loss
+from drafters.layers import SharedEmbedding, SharedHead, check_counts, complete
+from drafters.mtp_block import ChainKeys, DraftKeys, attention_weights, layer_kind, own_choices, probe
+from drafters.mtp_index import Indexer, among, best, index_loss
 from drafters.mtp_module import MtpModule
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
@@ -56,8 +56,8 @@ CHOICES = {
 @dataclass
 class DraftState:
     """Drafting state. keys of each module, by position; outputs: each module's block output [R, D] at its newest row;
-    length [R] positions read, anchor [R]. With an indexer: its keys [R, C, width] and, for each request, the columns
-    [R, C] that its newest row chose."""
+    length [R] positions read, anchor [R]. index_keys: of the drafter's own indexer [R, C, width]. chosen: for each
+    request the columns [R, C] that its newest row chose, where later slots keep to them."""
 
     keys: list[DraftKeys]
     outputs: list[Tensor]
@@ -74,9 +74,10 @@ class Mtp(MtpModule, Drafter):
     the others reuse the module untrained. block: kind (own, llama) and mlp (own, dense: no experts). sharing: share
     (none; kv: later slots see keys made from the target's states only), top (positions that slot 1's query chooses by
     an indexer of index_heads x index_width and that later slots keep; null for all), dense_until (share of the run in
-    which all are seen while the indexer learns). state, single keys: reads (the target's last hidden state after its
-    final norm, or before it), recycles (the module's own, after or before its norm), concat (order of eh_proj's
-    inputs), zero_first (no embedding at position 0, as vLLM serves most families).
+    which all are seen while the indexer learns). A target's layer with an indexer of its own (DeepSeek-V3.2, GLM-5)
+    keeps it, frozen; with kv later slots keep to what it chose in slot 1. state, single keys: reads (the target's last
+    hidden state after its final norm, or before it), recycles (the module's own, after or before its norm), concat
+    (order of eh_proj's inputs), zero_first (no embedding at position 0, as vLLM serves most families).
     """
 
     def __init__(
@@ -104,7 +105,13 @@ class Mtp(MtpModule, Drafter):
         self.needs = Needs((), True) if served["reads"] == "post_norm" else Needs((last,))
         self.vocabulary = vocabulary or DraftVocabulary.full(target.config.vocab_size)
         self.size = kind.config.hidden_size
-        self.key_shapes = probe(self.block, self.rotary, self.size)
+        self.key_shapes, self.own_width = probe(self.block, self.rotary, self.size)
+        if self.own_width is not None and shared["top"] is not None:
+            raise ValueError(
+                f"sharing.top must be null: {type(self.block).__name__} chooses positions by itself, and sharing.share "
+                f"kv lets later slots keep to what it chose"
+            )
+        self.keeps_choice = shared["top"] is not None or (self.own_width is not None and shared["share"] == "kv")
         self.follows_drafts = modules == 1  # module k walks the data's rows
         self.branching = "steps" if modules == 1 else None  # module k reads rows that only one text has
         self.more = nn.ModuleList(MtpModule(kind, dense, served) for _ in range(modules - 1))
@@ -154,7 +161,9 @@ class Mtp(MtpModule, Drafter):
         fused = self.fuse(self.read(batch.aux, batch.last)[:, :-1], self.embed(batch.tokens[:, 1:], positions))
         visible, extra = self._rows_seen(batch), None
         if self.indexer is None:
-            output = self.through(fused, positions, visible, keys)
+            with own_choices(self.block) as chosen:
+                output = self.through(fused, positions, visible, keys)
+            visible = among(visible, chosen[0]) if self.keeps_choice else visible
         else:
             scores = self.indexer.scores(fused.detach(), self.indexer.k_proj(fused.detach()))
             if not (self.training and batch.progress < self.sharing["dense_until"]):
@@ -213,7 +222,8 @@ class Mtp(MtpModule, Drafter):
     def begin(self, requests: int, capacity: int) -> DraftState:
         like, columns = self.eh_proj.weight, capacity + self.num_slots + 1
         empty = torch.zeros(requests, dtype=torch.int64, device=like.device)
-        shapes = [(requests, heads, columns, width) for heads, width in self.key_shapes]
+        shapes: list[tuple[int, ...]] = [(requests, heads, columns, width) for heads, width in self.key_shapes]
+        shapes += [] if self.own_width is None else [(requests, columns, self.own_width)]
         state = DraftState(
             keys=[DraftKeys(*(like.new_zeros(shape) for shape in shapes)) for _ in self.heads],
             outputs=[like.new_zeros(requests, self.size) for _ in self.heads],
@@ -222,6 +232,7 @@ class Mtp(MtpModule, Drafter):
         )
         if self.indexer is not None:
             state.index_keys = like.new_zeros(requests, columns, self.sharing["index_width"])
+        if self.keeps_choice:
             state.chosen = torch.zeros(requests, columns, dtype=torch.bool, device=like.device)
         return state
 
@@ -254,7 +265,9 @@ class Mtp(MtpModule, Drafter):
             made = self.indexer.k_proj(fused)
             state.index_keys.scatter_(1, keys.columns[..., None].expand_as(made), made)
             seen = best(self.indexer.scores(fused, state.index_keys), seen, self.sharing["top"])
-        return self.heads[m].through(fused, positions, seen, keys), seen
+        with own_choices(self.heads[m].block) as chosen:
+            output = self.heads[m].through(fused, positions, seen, keys)
+        return output, among(seen, chosen[0]) if chosen and self.keeps_choice else seen
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """ValueError when there is one module a slot and more slots are asked for."""
@@ -314,17 +327,18 @@ class MtpBranches(Branches):
 
 def _check(num_slots: int, modules: int, steps: int, chosen: dict[str, Any]) -> None:
     """ValueError on settings outside their ranges or at odds with each other."""
-    if num_slots < 1 or modules not in (1, num_slots):
-        raise ValueError(f"num_slots must be at least 1 and modules 1 or num_slots, got {num_slots} and {modules}")
+    check_counts("", num_slots=num_slots, modules=modules)
+    if modules not in (1, num_slots):
+        raise ValueError(f"modules must be 1 or num_slots, got {modules} with num_slots {num_slots}")
     if not 1 <= steps <= num_slots or (modules > 1 and steps < num_slots):
         raise ValueError(f"train_steps must be 1..num_slots, and all of them with modules > 1; got {steps}")
     for name, allowed in CHOICES.items():
         if chosen[name] not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {chosen[name]!r}")
     top, share = chosen["top"], chosen["share"]
-    if top is not None and top < 1 or not 0 <= chosen["dense_until"] <= 1:
-        raise ValueError(f"top must be at least 1 or null, dense_until in [0, 1]; got {top}, {chosen['dense_until']}")
-    if min(chosen["index_heads"], chosen["index_width"]) < 1:
-        raise ValueError("index_heads and index_width must be at least 1")
+    sizes = {name: chosen[name] for name in ("index_heads", "index_width")} | ({} if top is None else {"top": top})
+    check_counts("sharing.", **sizes)
+    if not 0 <= chosen["dense_until"] <= 1:
+        raise ValueError(f"sharing.dense_until must be in [0, 1], got {chosen['dense_until']}")
     if modules > 1 and (top is not None or share != "none"):
         raise ValueError("sharing is between the steps of one module; with modules > 1 leave share none and top null")

@@ -28,10 +28,13 @@ FULL = "full_attention"
 class Keys(Protocol):
     """What a layer's attention asks of a cache: take the new rows' keys and values [B, G, N, d], give all [B, G, S, d].
 
-    Latent attention passes its latent and its rotary part here, one "head" each.
+    Latent attention passes its latent and its rotary part here, one "head" each. A layer that chooses the positions it
+    attends to (DeepSeek-V3.2, GLM-5) passes its indexer's keys [B, N, width] and gets all [B, S, width].
     """
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]: ...
+
+    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor: ...
 
 
 class ChainKeys:
@@ -44,6 +47,7 @@ class ChainKeys:
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
         self.made: list[tuple[Tensor, Tensor]] = []
+        self.index: list[Tensor] = []
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self.shared and self.made:
@@ -51,14 +55,20 @@ class ChainKeys:
         self.made.append((keys, values))
         return torch.cat([pair[0] for pair in self.made], 2), torch.cat([pair[1] for pair in self.made], 2)
 
+    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
+        if not (self.shared and self.index):
+            self.index.append(keys)
+        return torch.cat(self.index, 1)
+
 
 @dataclass
 class DraftKeys:
-    """Keys in drafting, by column: keys and values [R, G, C, d]. The rows of the next call are written at columns [R,
-    N], or nowhere when None."""
+    """Keys in drafting, by column: keys and values [R, G, C, d], and keys [R, C, width] of the layer's own indexer. The
+    rows of the next call are written at columns [R, N], or nowhere when None."""
 
     keys: Tensor
     values: Tensor
+    index: Tensor | None = None
     columns: Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -66,6 +76,12 @@ class DraftKeys:
             write_at(self.keys, self.columns, keys)
             write_at(self.values, self.columns, values)
         return self.keys, self.values
+
+    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
+        assert self.index is not None
+        if self.columns is not None:
+            self.index.scatter_(1, self.columns[..., None].expand_as(keys), keys)
+        return self.index
 
 
 class OwnRotary(Rotary):
@@ -104,10 +120,17 @@ class LayerKind:
             block.mlp = LlamaMLP(sizes)
         for module in block.modules():
             self.initialise(module)
+        if (indexer := own_indexer(block)) is not None:
+            indexer.requires_grad_(False)  # transformers runs it without gradients
         return block
 
     def build_rotary(self) -> OwnRotary:
         return OwnRotary(self.rotary(self.config), self.layer_type)
+
+
+def own_indexer(block: nn.Module) -> nn.Module | None:
+    """The part of a layer's attention that chooses which positions it attends to; None for one that sees all."""
+    return getattr(getattr(block, "self_attn", None), "indexer", None)
 
 
 def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
@@ -139,6 +162,8 @@ def layer_kind(target: PretrainedConfig, kind: str, eager: bool = False) -> Laye
     index = len(layers) - 1
     if types and FULL in types:
         index = max(i for i, name in enumerate(types) if name == FULL)
+    if indexers := getattr(config, "indexer_types", None):  # layers may keep to an earlier one's choice; a head cannot
+        config.indexer_types = [*indexers[:index], "full", *indexers[index + 1 :]]
     fused = model._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
     config._attn_implementation = "sdpa" if fused and not eager else "eager"
     layer_type = types[index] if types else None
@@ -168,8 +193,9 @@ def through(block: nn.Module, rotary: OwnRotary, states: Tensor, positions: Tens
 
 
 @torch.no_grad()
-def probe(block: nn.Module, rotary: OwnRotary, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Run one row through a fresh layer and return heads and width of the keys and of the values it caches.
+def probe(block: nn.Module, rotary: OwnRotary, size: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], int | None]:
+    """Run one row through a fresh layer and return heads and width of the keys and of the values it caches, and the
+    width of its own indexer's keys (None without one).
 
     ValueError when the layer does not run as `through` runs layers.
     """
@@ -184,7 +210,21 @@ def probe(block: nn.Module, rotary: OwnRotary, size: int) -> tuple[tuple[int, in
         ) from error
     if output.shape != row.shape or len(keys.made) != 1 or any(part.ndim != 4 for part in keys.made[0]):
         raise ValueError(f"{type(block).__name__} does not cache keys and values once a call; use block.kind llama")
-    return tuple((part.shape[1], part.shape[3]) for part in keys.made[0])  # type: ignore[return-value]
+    made, values = ((part.shape[1], part.shape[3]) for part in keys.made[0])
+    return (made, values), keys.index[0].shape[-1] if keys.index else None
+
+
+@contextmanager
+def own_choices(block: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the columns [B, N, top] that a layer's own indexer chooses, a call each; nothing without one."""
+    kept: list[Tensor] = []
+    indexer = own_indexer(block)
+    handles = [] if indexer is None else [indexer.register_forward_hook(lambda _m, _i, chosen: kept.append(chosen))]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -34,8 +34,12 @@ class Indexer(nn.Module):
 
 def best(scores: Tensor, visible: Tensor, top: int) -> Tensor:
     """The `top` best-scored visible positions of each query, all of them where there are fewer. [B, N, S] bool."""
-    order = scores.masked_fill(~visible, -torch.inf).topk(min(top, scores.shape[-1]), -1).indices
-    return torch.zeros_like(visible).scatter_(-1, order, True) & visible
+    return among(visible, scores.masked_fill(~visible, -torch.inf).topk(min(top, scores.shape[-1]), -1).indices)
+
+
+def among(visible: Tensor, columns: Tensor) -> Tensor:
+    """The visible positions [B, N, S] that are among columns [B, N, top] of each query."""
+    return torch.zeros_like(visible).scatter_(-1, columns.long(), True) & visible
 
 
 def index_loss(weights: Tensor, scores: Tensor, visible: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from eval.evaluate import drafter_words, load_prompts, render
 from eval.passes import WARM_UP_TOKENS, prompt_seed
 
 FILE = "pushforward.json"
+UNUSED = ("replay", "recording", "calibrate", "predicted", "pareto", "traces")  # what `headstart eval` has besides
 WORDS = "LOSSY: no token is verified; this text is the drafter's, not the target's"
 
 
@@ -187,9 +188,11 @@ def run(config: DictConfig, folder: Path) -> PushForward:
         raise ValueError(f"pushed text is a chain: tree must be none, got {config.tree.kind}")
     if config.schedule.name is not None or config.loop is not None:
         raise ValueError("pushed text is not verified: schedule must be none and loop null")
+    if beside := [name for name in UNUSED if config.get(name)]:
+        raise ValueError(f"pushed text is decoded and scored, and no more: leave out {', '.join(beside)}")
     chosen = settings(EvalSettings, {name: config[name] for name in own if name in config}, "eval")
     target = Target.load(**asdict(settings(TargetSettings, config.target, "target")))
-    drafter = load_drafter(Path(config.drafter_dir).expanduser().resolve(), target.parts)
+    drafter = load_drafter(Path(config.drafter_dir).expanduser().resolve(), target.parts, weights=chosen.weights)
     found = push_forward(target, drafter, load_prompts(config.prompts), chosen)
     record(folder, config, target=target.identity)
     write_json(folder / FILE, found.as_dict())

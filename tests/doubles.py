@@ -69,6 +69,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     ),
 }
+# Every layer's indexer chooses three of the positions that it sees.
+_INDEXED = (
+    _MOE | _LATENT | _GROUPED | {"n_routed_experts": 4, "index_topk": 3, "index_head_dim": 16, "index_n_heads": 8}
+)
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {name: (name, _INDEXED) for name in ("glm_moe_dsa", "deepseek_v32")}
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -95,7 +100,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(family: str = "llama", **overrides: Any) -> PreTrainedModel:
     """A random float32 model of a family, equal for equal arguments. overrides go to its config; `seed` to weights."""
-    known = HYBRIDS | FAMILIES
+    known = HYBRIDS | SPARSE | FAMILIES
     if family not in known:
         raise ValueError(f"no tiny family {family!r}; there are {', '.join(known)}")
     model_type, own = known[family]

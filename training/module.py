@@ -47,6 +47,8 @@ class DrafterModule(LightningModule):
         super().__init__()
         self.drafter, self.objective, self.settings, self.total_steps = drafter, objective, optimizer, total_steps
         objective.measures(drafter)  # an unknown measure is an error before the first step
+        if self_forcing is not None:
+            self_forcing.check(drafter)
         self._held = (target,)  # a tuple, so that Lightning neither saves nor moves it
         self.self_forcing = self_forcing
         self.window = Window()

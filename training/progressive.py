@@ -15,7 +15,7 @@ from torch import Tensor
 from checkpoints.folder import load_drafter
 from data.target import Target
 from drafters.contract import Batch, Drafter
-from eval.branches import read_branches
+from eval.branches import check_branches, read_branches
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,11 @@ class Staged(Protocol):
 
 def begin(drafter: Drafter, stage: Stage, target: Target) -> list[str]:
     """Give the drafter its frozen half and a way to read branches. Returns lines to show. ValueError for a drafter
-    without stages, or a half that is not its own kind."""
+    without stages, a half that is not its own kind, or a target that cannot read branches where there are any."""
     if not isinstance(drafter, Staged):
         raise ValueError(f"{type(drafter).__name__} does not learn in stages: drafter.stage must be null")
+    if drafter.num_slots > 2:
+        check_branches(target, f"drafter.stage of {drafter.num_slots} slots")
     half = load_drafter(Path(stage.half).expanduser(), target.parts, torch.float32)
     return drafter.begin_stage(half, partial(read_behind, target), stage.share, stage.start)
 

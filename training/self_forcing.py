@@ -26,7 +26,7 @@ from data.features import readout
 from data.target import Target
 from drafters.contract import Batch, Drafted, Drafter
 from drafters.sampling import FORCING_STREAM, Sampling, counter_uniform
-from eval.branches import read_branches
+from eval.branches import check_branches, read_branches
 from eval.replay import Round, Trajectory, rounds_of
 from training.ranks import all_gathered
 
@@ -148,6 +148,17 @@ class SelfForcing:
         old = self.kept[pick]
         return with_drafts(self.again(old.micro_step).to(batch.tokens.device, batch.last.dtype), old)
 
+    def check(self, drafter: Drafter) -> None:
+        """ValueError where slots after a rejected draft are to count and this drafter or target cannot have them."""
+        if not self.settings.rejected:
+            return
+        if not drafter.follows_drafts:
+            raise ValueError(
+                f"{type(drafter).__name__} does not read drafted tokens in every slot: self_forcing.rejected must be "
+                f"0, got {self.settings.rejected}"
+            )
+        check_branches(self.target, f"self_forcing.rejected={self.settings.rejected:g}")
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: all ranks' rollouts, for any number of ranks. Every rank must call it."""
         kept = [one.state_dict() for one in self.kept]
@@ -161,12 +172,8 @@ class SelfForcing:
 
     def roll(self, drafter: Drafter, batch: Batch) -> tuple[Tensor, Drafted]:
         """Draft through all answers of a batch: anchors [B, A] and what was drafted there."""
+        self.check(drafter)
         texts, offsets = answers_of(batch)
-        if self.settings.rejected and not drafter.follows_drafts:
-            raise ValueError(
-                f"{type(drafter).__name__} does not read drafted tokens in every slot: self_forcing.rejected must be "
-                f"0, got {self.settings.rejected}"
-            )
         training = drafter.training
         drafter.eval()
         rounds: list[Round] = []

@@ -8,12 +8,15 @@ import torch
 
 from data.target import Target
 from drafters.contract import Batch, Drafted, grid
+from eval import branches
 from eval.branches import read_branches
 from eval.replay import Round
 from tests import checks
 from tests.doubles import FAMILIES, tiny_target
 from training import self_forcing
+from training.module import DrafterModule
 from training.objectives import Objective, plain_terms, slot_terms
+from training.optimizers import OptimizerSettings
 from training.self_forcing import Rollout, SelfForcing, SelfForcingSettings, answers_of, with_drafts
 
 
@@ -108,6 +111,21 @@ def test_branches_equal_reading_each_alone(family):
         assert torch.allclose(read.aux[index], alone.aux[0, anchor:], atol=2e-4), f"branch at {anchor}"
 
 
+def test_a_long_text_is_read_in_fewer_branches_at_once(target, monkeypatch):
+    """A branch holds a copy of the text's cache: 16 copies of a long one would not fit beside a large target."""
+    text = torch.tensor(checks.random_text(target, 20, 1))
+    anchors, read, forward = [4, 9, 12, 15, 19], [], target.forward
+    monkeypatch.setattr(
+        target, "forward", lambda ids, *rest, **words: (read.append(len(ids)), forward(ids, *rest, **words))[1]
+    )
+    blocks = text[anchors][:, None].expand(-1, 2)
+    whole = read_branches(target, text, anchors, blocks).last
+    monkeypatch.setattr(branches, "CACHED", 40)  # positions: two copies of 19
+    parts = read_branches(target, text, anchors, blocks).last
+    assert read == [1, 5, 1, 2, 2, 1]
+    assert torch.allclose(whole, parts, atol=2e-4)
+
+
 @pytest.mark.parametrize("kind", ["uniform", "exponential", "dpace"])
 def test_chunked_terms_equal_plain_terms_over_drafts(target, kind):
     drafter = checks.build("dspark", target, num_slots=4)
@@ -157,6 +175,19 @@ def test_sampled_drafts_differ_from_greedy_ones(target):
     greedy = SelfForcing(target, SelfForcingSettings(share=1.0), None).roll(drafter, batch)[1]
     hot = SelfForcing(target, SelfForcingSettings(share=1.0, temperature=1.0), None).roll(drafter, batch)[1]
     assert greedy.tokens.shape != hot.tokens.shape or not torch.equal(greedy.tokens, hot.tokens)
+
+
+def test_a_recurrent_target_cannot_judge_rejected_drafts():
+    """Its state cannot be taken back: said before the first step, by the setting's name."""
+    recurrent = tiny_target("qwen3_next")
+    drafter = checks.build("eagle3", tiny_target(), num_slots=3)
+    free, judged = (SelfForcing(recurrent, SelfForcingSettings(1.0, rejected=r), None) for r in (0.0, 0.5))
+    free.check(drafter)
+    words = r"self_forcing\.rejected=0\.5 .* layers of linear_attention keep cannot be taken back"
+    with pytest.raises(ValueError, match=words):
+        judged.check(drafter)
+    with pytest.raises(ValueError, match=words):
+        DrafterModule(drafter, recurrent.parts, Objective(), OptimizerSettings(), 1, judged)
 
 
 def test_the_schedule():

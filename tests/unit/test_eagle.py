@@ -226,6 +226,7 @@ def test_warm_start_and_unscaled_rows(family):
     ("model", "words"),
     [
         ({"num_slots": 0}, "num_slots"),
+        ({"num_slots": 2.5}, "num_slots must be at least 1 and whole"),
         ({"depth": 0}, "depth"),
         ({"train_steps": 4}, r"1\.\.3"),
         ({"train_steps": 0}, r"1\.\.3"),

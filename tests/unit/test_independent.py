@@ -190,6 +190,7 @@ def test_rotary_frequencies_stay_whole_in_bf16(target):
     ("model", "words"),
     [
         ({"num_slots": 0}, "num_slots"),
+        ({"num_slots": "3"}, "num_slots must be at least 1 and whole"),
         ({"train_steps": 9}, r"1\.\.5"),
         ({"path": "x", "config": {"hidden_size": 8}}, "exclude each other"),
         (

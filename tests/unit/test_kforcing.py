@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from eval.decoder import DecodeSettings
 from eval.evaluate import EvalSettings
 from tests import checks
 from tests.doubles import tiny_target
-from training.progressive import read_behind
+from training.progressive import Stage, begin, read_behind
 
 K = 4
 FORMS = ("causal", "joint", "conditional")
@@ -307,6 +308,14 @@ def test_refusals(target: Target) -> None:
             own.begin_stage(half, read, 0.5)
     with pytest.raises(ValueError, match="share"):
         head(target).begin_stage(head(target, 2), read, 0.0)
+
+
+def test_a_recurrent_target_reads_no_branches(target: Target, tmp_path: Path) -> None:
+    """At four slots the second half stands behind a branch; at two the target reads none."""
+    recurrent = tiny_target("qwen3_next")
+    for width, said in ((4, "drafter.stage of 4 slots .* linear_attention"), (2, "nowhere")):
+        with pytest.raises(ValueError, match=said):
+            begin(head(target, width), Stage(str(tmp_path / "nowhere")), recurrent)
 
 
 def test_a_wrong_verification_is_refused(target: Target) -> None:

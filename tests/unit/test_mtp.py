@@ -465,20 +465,50 @@ def test_a_batch_of_requests_drafts_as_each_alone(target, model):
 
 
 @torch.no_grad()
-def test_later_slots_keep_to_the_chosen_columns(target):
-    drafter = head(target, sharing={"top": 2, "share": "kv"})
+@pytest.mark.parametrize(("family", "top", "count"), [("llama", 2, 2), ("glm_moe_dsa", None, 3)])
+def test_later_slots_keep_to_the_chosen_columns(family, top, count):
+    target = tiny_target(family)
+    drafter = head(target, sharing={"top": top, "share": "kv"})
     text = checks.random_text(target, 9, 1)
     state = drafter.begin(1, 20)
     observe(drafter, state, target, [text], [(0, 8)])
-    assert int(state.chosen.sum()) == 2
+    assert int(state.chosen.sum()) == count
     before = drafter.propose(state, 3, Sampling(temperature=1.0), torch.tensor([1]))
     for noisy in (~state.chosen[0], state.chosen[0]):
-        kept = state.keys[0].values.clone()
-        state.keys[0].values[:, :, noisy] += 1.0
+        cached = (state.keys[0].keys, state.keys[0].values)  # of latent attention: latents, and rotary parts
+        kept = [part.clone() for part in cached]
+        for part in cached:
+            part[:, :, noisy] += 1.0
         after = drafter.propose(state, 3, Sampling(temperature=1.0), torch.tensor([1]))
-        state.keys[0].values.copy_(kept)
+        for part, own in zip(cached, kept, strict=True):
+            part.copy_(own)
         moved = (after.probs[:, 1:] - before.probs[:, 1:]).abs().max() > 1e-6
         assert bool(moved) == bool(torch.equal(noisy, state.chosen[0]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+@pytest.mark.parametrize("model", [{}, {"sharing": {"share": "kv"}}, {"modules": 3}])
+def test_a_layer_that_chooses_its_positions(family, model):
+    target = tiny_target(family)
+    drafter = head(target, **model)
+    batch = checks.train_batch(target, drafter)
+    checks.frontier(drafter, batch, anchors=1)
+    checks.draft_equals_train(drafter, target)
+    checks.packed_equals_alone(drafter, target)
+    frozen = {name for name, p in drafter.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in drafter.named_parameters() if ".indexer." in name}
+    assert frozen
+    made = drafter.slots(batch)
+    for module in drafter.heads:
+        module.block.self_attn.indexer.index_topk = 99
+    moved = (drafter.slots(batch).hidden - made.hidden)[made.mask].abs().amax(-1) > 1e-4
+    assert moved.float().mean() > 0.5, "three positions or all of them: it makes no difference"
+
+
+def test_an_indexer_beside_the_layers_own_is_refused():
+    with pytest.raises(ValueError, match=r"sharing\.top must be null"):
+        head(tiny_target("glm_moe_dsa"), sharing={"top": 2})
 
 
 def test_best_by_hand():
@@ -558,6 +588,8 @@ def test_runs_in_bfloat16(target, model):
     ("model", "words"),
     [
         ({"num_slots": 0}, "num_slots"),
+        ({"num_slots": 2.5}, "num_slots must be at least 1 and whole"),
+        ({"sharing": {"top": 2.5}}, r"sharing\.top must be at least 1 and whole"),
         ({"modules": 2}, "modules"),
         ({"train_steps": 4}, "train_steps"),
         ({"modules": 3, "train_steps": 1}, "train_steps"),

@@ -37,6 +37,13 @@ LATENT = {
     "self_attn.kv_b_proj.weight": (64, 16),
     "self_attn.o_proj.weight": (D, D),
 }
+INDEXER = {
+    "self_attn.indexer.wq_b.weight": (128, 16),
+    "self_attn.indexer.wk.weight": (16, D),
+    "self_attn.indexer.k_norm.weight": (16,),
+    "self_attn.indexer.k_norm.bias": (16,),
+    "self_attn.indexer.weights_proj.weight": (8, D),
+}
 BIASES = {"self_attn.q_proj.bias": (D,), "self_attn.k_proj.bias": (16,), "self_attn.v_proj.bias": (16,)}
 GATED = {"self_attn.q_norm.weight": (8,), "self_attn.k_norm.weight": (8,), "self_attn.q_proj.weight": (64, D)}
 
@@ -60,6 +67,7 @@ def before(root: str, *tables: dict[str, tuple[int, ...]]) -> dict[str, tuple[in
 
 HEADS = {
     "deepseek_v3": before("model.layers.5.", FUSION, COPIES, NORMS, LATENT, ROUTED, SHARED),
+    "glm_moe_dsa": before("model.layers.5.", FUSION, COPIES, NORMS, LATENT | INDEXER, ROUTED, SHARED),
     "glm4_moe": before("model.layers.5.", FUSION, NORMS, GROUPED, ROUTED, SHARED),
     "qwen3_next": before(
         "mtp.", {"fc.weight": (D, 2 * D), "norm.weight": (D,)}, dict.fromkeys(("pre_fc_norm_embedding.weight",), (D,))
@@ -83,6 +91,7 @@ HYBRID = (  # linear attention but for every fourth layer; no family of tests.do
 )
 OWN = {  # by hand, of each layout's first module
     "deepseek_v3": ("model.layers.5.eh_proj.weight", "model.layers.5.self_attn.kv_b_proj.weight"),
+    "glm_moe_dsa": ("model.layers.5.eh_proj.weight", "model.layers.5.self_attn.kv_b_proj.weight"),
     "glm4_moe": ("model.layers.5.eh_proj.weight", "model.layers.5.self_attn.k_proj.weight"),
     "qwen3_next": ("mtp.fc.weight", "mtp.layers.0.self_attn.k_proj.weight"),
     "mimo": ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.k_proj.weight"),
@@ -91,6 +100,7 @@ OWN = {  # by hand, of each layout's first module
 SETTINGS = {  # concat, reads, recycles, zero_first as vLLM 0.32 serves them
     "deepseek_v3": ("embedding_first", "post_norm", "post_norm", True),
     "two_modules": ("embedding_first", "post_norm", "post_norm", True),
+    "glm_moe_dsa": ("embedding_first", "post_norm", "post_norm", True),
     "glm4_moe": ("embedding_first", "post_norm", "pre_norm", True),
     "qwen3_next": ("embedding_first", "post_norm", "post_norm", False),
     "mimo": ("hidden_first", "pre_norm", "post_norm", True),
@@ -125,7 +135,7 @@ def write_checkpoint(folder: Path, kind: str) -> Path:
         tensors[name] = torch.randn(size, generator=random).to(torch.bfloat16)
         if name.endswith("e_score_correction_bias"):
             tensors[name] = torch.randn(size, generator=random)  # real checkpoints keep it in float32
-    if kind in ("deepseek_v3", "two_modules"):
+    if kind in ("deepseek_v3", "two_modules", "glm_moe_dsa"):
         tensors["model.layers.5.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.5.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     shards(folder, tensors)
@@ -289,6 +299,24 @@ def test_what_no_engine_shares_is_refused(
     reduced = replace(whole, vocabulary=DraftVocabulary(torch.arange(8), V))
     with pytest.raises(ValueError, match="the drafter has 8 tokens, vllm drafts all 64"):
         stitch(reduced, targets["mimo"], tmp_path / "out")
+
+
+def test_shared_indices_are_those_that_the_engine_shares(targets: dict[str, Path], tmp_path: Path) -> None:
+    """GLM-5.2's config lets later steps keep to what the first one's indexer chose; the first GLM-5's does not."""
+    folder = shutil.copytree(targets["glm_moe_dsa"], tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"index_share_for_mtp_iteration": True}))
+    take_out_of(folder, tmp_path / "own")
+    whole = read_drafter(tmp_path / "own")
+    assert whole.declared.settings["sharing"]["share"] == "kv"
+    stitch(whole, folder, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(folder)
+    assert "sharing.share kv" in lint(folder, "vllm")[-1].text
+    with pytest.raises(ValueError, match="sharing: .* every step see the keys of all before it"):
+        stitch(whole, targets["glm_moe_dsa"], tmp_path / "other")
+    sharing = whole.declared.settings["sharing"] | {"share": "none"}
+    with pytest.raises(ValueError, match="sharing: .* what the head's indexer chose"):
+        stitch(edited(whole, sharing=sharing), folder, tmp_path / "other")
 
 
 def rewritten(target: Path, folder: Path, change: Any) -> Path:

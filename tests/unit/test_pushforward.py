@@ -1,5 +1,6 @@
 """Unverified text is timed like the target's own: both sides are warmed up first."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,3 +25,25 @@ def test_first_calls_are_timed_on_neither_side(monkeypatch: pytest.MonkeyPatch) 
     pushforward.push_forward(target, drafter, prompts, EvalSettings(max_new_tokens=10))
     # With the drafter and without, each for 8 tokens of a prompt without a clock; then the same of all, timed.
     assert calls == [(True, 1, 8, False), (False, 1, 8, False), (True, 2, 10, True), (False, 2, 10, True)]
+
+
+class LoadedEnough(Exception):
+    pass
+
+
+def test_the_commands_settings_reach_the_head_or_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def load(folder: Path, parts: Any, dtype: Any = None, weights: str | None = None) -> Any:
+        asked.append(weights)
+        raise LoadedEnough
+
+    monkeypatch.setattr(pushforward.Target, "load", lambda **_: tiny_target())
+    monkeypatch.setattr(pushforward, "load_drafter", load)
+    words = ("drafter_dir=head", "prompts=builtin")
+    with pytest.raises(LoadedEnough):
+        pushforward.run(checks.compose_config("eval", *words, "weights=int8"), tmp_path)
+    assert asked == ["int8"]
+    for word in ("replay=true", "calibrate=true", "traces=rounds.json"):
+        with pytest.raises(ValueError, match=f"leave out {word.split('=')[0]}"):
+            pushforward.run(checks.compose_config("eval", *words, word), tmp_path)
