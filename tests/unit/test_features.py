@@ -153,6 +153,63 @@ def test_damaged_shards_are_refused_by_name(target: Target, tmp_path: Path) -> N
     assert beside.read_bytes() == kept
 
 
+def test_a_conversation_is_compared_when_it_is_read(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the whole shard: of a large store each process would read every shard to use a few rows of it."""
+    rows = conversations()
+    capture(target, rows, LAYERS, tmp_path, dtype="float32")
+    path = tmp_path / "shard-00000.safetensors"
+    good = path.read_bytes()
+    kept = read_json(tmp_path / "shard-00000.json")
+    assert len(kept["crc32"]) == len(set(kept["crc32"])) == len(rows)
+    monkeypatch.setattr("data.features.sha256_file", lambda path: pytest.fail("a lazy store hashed a shard"))
+    aux = FeatureStore.open(tmp_path, verify="lazy")[5].aux.numpy().tobytes()
+    flipped = bytearray(good)
+    flipped[good.index(aux)] ^= 1
+    path.write_bytes(flipped)
+    for layers in (None, (3,)):  # the first layer's bytes: also where it is not asked for
+        lazy = FeatureStore.open(tmp_path, None, layers, "lazy")
+        assert [lazy[i].id for i in range(len(rows)) if i != 5] == [one.id for one in rows if one.id != "row-5"]
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"shard-00000.safetensors .* damaged: the checksum of row-5 is not"):
+                lazy[5]
+    path.write_bytes(good.replace(b'"top1"', b'"top2"'))
+    with pytest.raises(ValueError, match="damaged"):
+        FeatureStore.open(tmp_path, verify="lazy")[0]
+    path.write_bytes(b"\xff" * 9 + good[9:])
+    with pytest.raises(ValueError, match="damaged"):
+        FeatureStore.open(tmp_path, verify="lazy")[0]
+
+
+def test_a_store_without_checksums_of_conversations_is_compared_by_shard(target: Target, tmp_path: Path) -> None:
+    capture(target, conversations(), LAYERS, tmp_path)
+    beside, path = tmp_path / "shard-00000.json", tmp_path / "shard-00000.safetensors"
+    kept = read_json(beside)
+    del kept["crc32"]
+    beside.write_text(json.dumps(kept))
+    assert FeatureStore.open(tmp_path, verify="lazy")[3].id == "row-3"
+    flipped = bytearray(path.read_bytes())
+    flipped[-5] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(ValueError, match="damaged: its sha256 is not the one written"):
+        FeatureStore.open(tmp_path, verify="lazy")[0]
+
+
+def test_no_more_shards_are_open_than_a_system_maps(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = conversations()
+    monkeypatch.setattr("data.features.OPEN_SHARDS", 2)
+    store = capture(target, rows, LAYERS, tmp_path, shard_bytes=SMALL)
+    assert store.header["shards"] > 3
+    order = [*range(len(rows)), *range(len(rows) - 1, -1, -1)]
+    for index in order:
+        assert store[index].tokens.tolist() == rows[index].tokens
+        assert len(store._readers) <= 2
+    assert list(store._readers)[-1] == 0
+
+
 class Misreads(Target):
     """A planted fault: the last hidden state is taken before the final norm."""
 
