@@ -15,8 +15,10 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -142,18 +144,29 @@ def fill(
     make: Callable[[int, int], Iterable[tuple[int, Sample]]],
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Write the header and every shard that is not finished. make(start, stop): the samples of conversations
-    start..stop, with their index from start on."""
+    """Write the header and every shard that is not finished: one is made while the one before is written, which may
+    take as long. make(start, stop): the samples of conversations start..stop, with their index from start on."""
     write_json(folder / "header.json", header)
-    mark = fingerprint(header)
-    for number, (start, stop) in enumerate(plan):
-        chosen = conversations[start:stop]
-        if _sidecar_path(folder, number).exists():
-            _check_shard(folder, number, mark, whole=True)
-        else:
-            write_shard(folder, number, chosen, make(start, stop), header)
-        if progress is not None:
-            progress(sum(len(one.tokens) for one in chosen))
+    mark, waiting = fingerprint(header), list[tuple[Future[Any], int]]()
+
+    def settle() -> None:
+        """The shard that is being written is there."""
+        while waiting:
+            written, tokens = waiting.pop()
+            written.result()
+            if progress is not None:
+                progress(tokens)
+
+    with ThreadPoolExecutor(1) as writing:
+        for number, (start, stop) in enumerate(plan):
+            chosen = conversations[start:stop]
+            work: Callable[[], Any] = partial(_check_shard, folder, number, mark, whole=True)
+            if not shard_finished(folder, number):
+                writer = collected(chosen, make(start, stop), header)
+                work = partial(finish_shard, folder, number, chosen, writer, header)
+            settle()
+            waiting.append((writing.submit(work), sum(len(one.tokens) for one in chosen)))
+        settle()
 
 
 def stored_order(header: dict[str, Any], count: int) -> Sequence[int]:
@@ -498,11 +511,29 @@ def write_shard(
 ) -> None:
     """Write shard `number` and its sidecar. samples: (index, Sample) of each conversation, in any order. still: asked
     when all is done but the names; Overtaken, and nothing written, when it says no."""
-    layout = Layout.read(header)
-    writer = ShardWriter(conversations, layout)
+    finish_shard(folder, number, conversations, collected(conversations, samples, header), header, still)
+
+
+def collected(
+    conversations: Sequence[Conversation], samples: Iterable[tuple[int, Sample]], header: dict[str, Any]
+) -> ShardWriter:
+    """A shard in memory. samples: (index, Sample) of each conversation, in any order."""
+    writer = ShardWriter(conversations, Layout.read(header))
     for index, sample in samples:
         writer.put(index, sample)
-    tensors = writer.tensors()
+    return writer
+
+
+def finish_shard(
+    folder: Path,
+    number: int,
+    conversations: Sequence[Conversation],
+    writer: ShardWriter,
+    header: dict[str, Any],
+    still: Callable[[], bool] | None = None,
+) -> None:
+    """Write what was collected of shard `number`, and its sidecar. still: as in write_shard."""
+    layout, tensors = writer.layout, writer.tensors()
     mark, path = fingerprint(header), shard_path(folder, number)
     # One key alone: safetensors writes several in random order, and the bytes must not depend on it.
     # Hashed before it has its name: another writer's file of that name is not this one.

@@ -5,23 +5,27 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import data.features
 from checkpoints.files import read_json
 from data.conversations import Conversation
 from data.features import (
     FeatureStore,
     capture,
     estimate_bytes,
+    fill,
     length_batches,
     observe,
 )
-from data.layout import shard_plan
+from data.layout import Sample, plan_of, shard_plan
 from data.target import Features, Target
 from tests.doubles import HIDDEN_SIZE, VOCAB_SIZE, tiny_target
 
@@ -275,6 +279,42 @@ def test_killed_capture_resumes_to_the_same_bytes(target: Target, tmp_path: Path
     capture(target, rows, LAYERS, killed, shard_bytes=SMALL)
     assert files(killed) == files(whole)
     assert (killed / "shard-00000.safetensors").stat().st_mtime_ns == first
+
+
+def test_a_shard_is_made_while_the_one_before_is_written(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, plain = threading.Event(), data.features.finish_shard
+    whole = capture(target, conversations(), LAYERS, tmp_path / "whole", shard_bytes=SMALL)
+
+    def make(start: int, stop: int) -> Iterator[tuple[int, Sample]]:
+        if start:
+            made.set()
+        return ((index, whole[start + index]) for index in range(stop - start))
+
+    def finish(folder: Path, number: int, *rest: Any) -> None:
+        assert made.wait(60), "shard 0 is written before shard 1 is made"
+        plain(folder, number, *rest)
+
+    monkeypatch.setattr("data.features.finish_shard", finish)
+    folder, told = tmp_path / "filled", list[int]()
+    folder.mkdir()
+    plan = plan_of(conversations(), whole.layout, SMALL)
+    fill(folder, whole.header, conversations(), plan, make, told.append)
+    assert files(folder) == files(whole.folder)
+    assert told == [sum(len(one.tokens) for one in conversations()[start:stop]) for start, stop in plan]
+
+
+def test_a_shard_that_cannot_be_written_ends_the_capture(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("data.features.write_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        capture(target, conversations(), LAYERS, tmp_path, shard_bytes=SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["header.json"]
 
 
 def test_header_says_what_the_store_holds(target: Target, tmp_path: Path) -> None:
