@@ -8,31 +8,24 @@ Each entry also runs as a module: `python -m training.train ...`.
 
 import importlib
 import importlib.util
-import inspect
-import linecache
-import os
 import shutil
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints.errors import FULL, ROOMS, start
 from checkpoints.files import fingerprint, read_json, sha256_file, write_json
 from checkpoints.folder import read_drafter
-from checkpoints.redact import hide
 from checkpoints.run import ROOT, known_groups, record, settings
 
 ENTRIES = {
@@ -51,11 +44,6 @@ FIRST_WORDS = {
     "bench": ("profile", "rounds", "speedup", "train"),
 }
 SOURCES = (".py", ".yaml", ".jsonl")
-ROOMS = ("drafters", "checkpoints", "data", "eval", "training", "conf")
-# What a path or an interpolation that the user gave raises wherever it is read.
-GIVEN = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, InterpolationResolutionError)
-FULL = "HYDRA_FULL_ERROR"  # 1: every error with its traceback, unless
-SHORT = "HEADSTART_SHORT_ERRORS"  # is set: then it is there for Hydra alone, also in the commands that this one starts
 
 
 def main() -> None:
@@ -83,59 +71,6 @@ def main() -> None:
         # Lightning starts further ranks by what __main__ says it is: `python -m MODULE` with the words that are left.
         sys.modules["__main__"].__spec__ = importlib.util.find_spec(module)
         start(command, importlib.import_module(module).main)
-
-
-def start(command: str, entry: Callable[[], Any]) -> None:
-    """Run an entry as the Hydra app that it is, with short errors, of its task before Hydra says a word of them."""
-    task = short_errors(command)(inspect.unwrap(entry))
-    with short_errors(command):
-        hydra.main(version_base="1.3", config_path="pkg://conf", config_name=command)(task)()
-
-
-@contextmanager
-def short_errors(command: str) -> Iterator[None]:
-    """An error of what the user gave ends the command with one line and exit status 2; any other keeps its traceback,
-    and so do all under HYDRA_FULL_ERROR=1."""
-    full = os.environ.get(FULL) == "1" and SHORT not in os.environ
-    before = {name: os.environ.get(name) for name in (FULL, SHORT)}
-    os.environ.update({FULL: "1"} if full else {FULL: "1", SHORT: "1"})  # let Hydra pass errors on as they are
-    try:
-        yield
-    except Exception as error:
-        said = None if full else mistake(error)
-        if said is None:
-            raise
-        print(f"headstart {command}: {hide(said)}", file=sys.stderr)
-        raise SystemExit(2) from None
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
-
-
-def mistake(error: BaseException) -> str | None:
-    """One line for an error that the user can mend: a value that was not given, a refused override, a path, or a
-    ValueError that this project raises on purpose. None for any other."""
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} needs a value: {error.full_key}=..."
-    if isinstance(error, HydraException):
-        cause = error.__cause__
-        if cause is not None and not isinstance(cause, OmegaConfBaseException | HydraException):
-            return mistake(cause)
-        return " ".join(f"{error} {cause or ''}".split())
-    if isinstance(error, GIVEN) or (isinstance(error, ValueError) and on_purpose(error)):
-        return " ".join(str(error).split())
-    return None
-
-
-def on_purpose(error: BaseException) -> bool:
-    """Whether an error comes from a raise statement of this project's code, not from a slip in it or from a library."""
-    last = [*traceback.walk_tb(error.__traceback__)][-1:]
-    for frame, number in last:
-        path = Path(frame.f_code.co_filename).resolve()
-        own = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in (*ROOMS, "headstart.py")
-        return own and linecache.getline(str(path), number).strip().startswith("raise ")
-    return False
 
 
 def action_words(words: Sequence[str]) -> list[str]:

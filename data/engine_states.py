@@ -25,6 +25,7 @@ from torch import Tensor
 
 from checkpoints.files import read_tensors
 from checkpoints.lint import LAYER_IDS
+from checkpoints.redact import hide
 from data.conversations import Conversation
 from data.features import feature_range, readout, with_top
 from data.layout import Sample, StoreSettings
@@ -53,6 +54,11 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"features.server.base_url must start with http:// or https://, got {self.base_url!r}")
+        if "@" in self.base_url.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "features.server.base_url holds credentials: put the key into an environment variable and name that in "
+                "api_key_env"
+            )
         if self.concurrency < 1:
             raise ValueError(f"features.server.concurrency must be at least 1, got {self.concurrency}")
 
@@ -99,15 +105,24 @@ class Engine:
         self._last: list[Tensor] = []  # of conversations whose next token is still to be compared, [1, D] each
         self._following: list[int] = []
         self._enough = FOLLOWED
-        self._client = httpx.Client(headers=headers, timeout=settings.timeout, transport=transport)
+        limits = httpx.Limits(max_connections=settings.concurrency)  # the library's own is 100
+        self._client = httpx.Client(headers=headers, timeout=settings.timeout, limits=limits, transport=transport)
 
     def states(self, tokens: Sequence[int]) -> tuple[Tensor, int]:
         """What the server shows of a prompt, [T, E, D], and its greedy next token. ValueError names what is wrong."""
         body = {"model": self.settings.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         url = self.settings.base_url.rstrip("/") + "/completions"
-        reply = self._client.post(url, json=body | {"return_token_ids": True})
+        try:
+            reply = self._client.post(url, json=body | {"return_token_ids": True})
+        except httpx.TransportError as error:
+            raise ValueError(
+                f"{url} does not answer ({type(error).__name__}: {error}): start the server and run the same command "
+                f"again, which goes on at the first unfinished shard"
+            ) from error
         if not reply.is_success:
-            raise ValueError(f"{url}: HTTP {reply.status_code}: {reply.text[:300]}")
+            raise ValueError(
+                f"{url}: HTTP {reply.status_code} for a prompt of {len(tokens)} tokens: {hide(reply.text[:300])}"
+            )
         said = reply.json()
         place = (said.get("kv_transfer_params") or {}).get("hidden_states_path")
         if place is None:

@@ -15,21 +15,23 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoints.files import atomic, fingerprint, fingerprint_rows, read_json, sha256_file, write_json, write_tensors
 from data.collate import production_order
 from data.conversations import Conversation
 from data.identity import identity_difference
-from data.layout import Layout, Sample, ShardReader, ShardWriter, StoreSettings, plan_of, shard_size
+from data.layout import Layout, Sample, ShardReader, ShardWriter, StoreSettings, checksums, plan_of, shard_size
 from data.target import DTYPES, LOGITS_AT_ONCE, TRUTH_SHARE, Target, feature_truth
 from drafters.contract import TargetParts, check_layers
 
@@ -40,6 +42,8 @@ BATCH_TOKENS = 4096
 PROBE_TOKENS = 256
 LOAD_SAMPLE = 1024
 CONVENTION = "0 = the first decoder layer's output"
+OPEN_SHARDS = 1024  # at once in one process; a system maps 65,530 files at most, a store may have more
+SUMS = "crc32"  # in a sidecar: the checksum of each conversation
 FREED = "freed"  # in the sidecar of a shard that a queue deleted once all had read it
 
 
@@ -140,18 +144,29 @@ def fill(
     make: Callable[[int, int], Iterable[tuple[int, Sample]]],
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Write the header and every shard that is not finished. make(start, stop): the samples of conversations
-    start..stop, with their index from start on."""
+    """Write the header and every shard that is not finished: one is made while the one before is written, which may
+    take as long. make(start, stop): the samples of conversations start..stop, with their index from start on."""
     write_json(folder / "header.json", header)
-    mark = fingerprint(header)
-    for number, (start, stop) in enumerate(plan):
-        chosen = conversations[start:stop]
-        if _sidecar_path(folder, number).exists():
-            _check_shard(folder, number, mark, whole=True)
-        else:
-            write_shard(folder, number, chosen, make(start, stop), header)
-        if progress is not None:
-            progress(sum(len(one.tokens) for one in chosen))
+    mark, waiting = fingerprint(header), list[tuple[Future[Any], int]]()
+
+    def settle() -> None:
+        """The shard that is being written is there."""
+        while waiting:
+            written, tokens = waiting.pop()
+            written.result()
+            if progress is not None:
+                progress(tokens)
+
+    with ThreadPoolExecutor(1) as writing:
+        for number, (start, stop) in enumerate(plan):
+            chosen = conversations[start:stop]
+            work: Callable[[], Any] = partial(_check_shard, folder, number, mark, whole=True)
+            if not shard_finished(folder, number):
+                writer = collected(chosen, make(start, stop), header)
+                work = partial(finish_shard, folder, number, chosen, writer, header)
+            settle()
+            waiting.append((writing.submit(work), sum(len(one.tokens) for one in chosen)))
+        settle()
 
 
 def stored_order(header: dict[str, Any], count: int) -> Sequence[int]:
@@ -180,8 +195,9 @@ class FeatureStore:
         self._places = None if whole else places
         self._starts = [0, *accumulate(len(one["ids"]) for one in sidecars)]
         self._offsets = [[0, *accumulate(one["lengths"])] for one in sidecars]
-        self._unverified = set(range(len(sidecars)))
-        self._readers: dict[int, ShardReader] = {}
+        self._checked = bytearray(len(self.ids))  # 1 where a conversation was compared with what was written
+        self._hashed: set[int] = set()  # shards, of those without checksums of their conversations
+        self._readers: dict[int, ShardReader] = {}  # the last used one last
 
     @classmethod
     def open(
@@ -195,8 +211,9 @@ class FeatureStore:
         """Open a finished store.
 
         identity: the target it must come from (None: any). layers: the stored layers that samples shall hold (None:
-        all). verify: full hashes every shard now, lazy each when first read; sizes are always checked. parts: run check
-        4 on a sample with this target's head. ValueError names the shard that is missing, torn, changed or foreign.
+        all). verify: full hashes every shard now, lazy compares each conversation when it is first read, so that no
+        process reads more than it uses; sizes are always checked. parts: run check 4 on a sample with this target's
+        head. ValueError names the shard that is missing, torn, changed or foreign.
         """
         folder = Path(path)
         if verify not in ("full", "lazy"):
@@ -212,13 +229,13 @@ class FeatureStore:
         if missing := [layer for layer in wanted if layer not in stored]:
             raise ValueError(f"{folder} holds layers {stored}, not {missing}: capture again with the layers wanted")
         mark = fingerprint(header)
-        sidecars = [_check_shard(folder, number, mark, whole=False) for number in range(header["shards"])]
+        whole = verify == "full"
+        sidecars = [_check_shard(folder, number, mark, whole) for number in range(header["shards"])]
         store = cls(folder, header, sidecars, [stored.index(layer) for layer in wanted])
         if len(store) != header["conversations"] or sum(store.lengths) != header["tokens"]:
             raise ValueError(f"{folder} holds {len(store)} conversations, its header says {header['conversations']}")
-        if verify == "full":
-            for number in range(header["shards"]):
-                store._shard(number)
+        if whole:
+            store._checked = bytearray(b"\1") * len(store)
         if parts is not None:
             store.check_truth(parts)
         return store
@@ -279,16 +296,45 @@ class FeatureStore:
             raise IndexError(f"conversation {index} of {len(self)}")
         number = self.shard_of(index)
         place = self._place[index] - self._starts[number]
-        return self._shard(number), self._offsets[number][place], self._offsets[number][place + 1]
+        start, stop = self._offsets[number][place], self._offsets[number][place + 1]
+        shard = self._shard(number)
+        if not self._checked[index]:
+            self._compare(index, shard, place)
+        return shard, start, stop
+
+    def _compare(self, index: int, shard: ShardReader, place: int) -> None:
+        """Let a conversation be read once it is found as it was written; of a shard without checksums of its
+        conversations, the whole shard. ValueError names the shard."""
+        number = self.shard_of(index)
+        if shard.sums is not None:
+            start, stop = self._offsets[number][place], self._offsets[number][place + 1]
+            try:
+                same = shard.checksum(start, stop) == shard.sums[place]
+            except SafetensorError:  # a flipped bit in a tensor's name
+                same = False
+            if not same:
+                what = f"the checksum of {self.ids[index]} is not the one written"
+                raise ValueError(_damaged(self.folder, number, what))
+        elif number not in self._hashed:
+            _check_shard(self.folder, number, fingerprint(self.header), whole=True)
+            self._hashed.add(number)
+        self._checked[index] = 1
 
     def _shard(self, number: int) -> ShardReader:
-        if number in self._unverified:
-            _check_shard(self.folder, number, fingerprint(self.header), whole=True)
-            self._unverified.discard(number)
-        if number not in self._readers:
-            handle = safe_open(shard_path(self.folder, number), framework="pt")
-            self._readers[number] = ShardReader(handle, self.layout)
-        return self._readers[number]
+        if number in self._readers:
+            self._readers[number] = self._readers.pop(number)
+            return self._readers[number]
+        sidecar = _check_shard(self.folder, number, fingerprint(self.header), whole=False)
+        try:
+            reader = ShardReader(
+                safe_open(shard_path(self.folder, number), framework="pt"), self.layout, sidecar.get(SUMS)
+            )
+        except SafetensorError as error:
+            raise ValueError(_damaged(self.folder, number, str(error))) from error
+        while len(self._readers) >= OPEN_SHARDS:
+            del self._readers[next(iter(self._readers))]
+        self._readers[number] = reader
+        return reader
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_readers": {}}
@@ -307,7 +353,7 @@ def estimate_bytes(
     for number, (start, stop) in enumerate(plan_of(conversations, layout, shard_bytes)):
         chosen = conversations[start:stop]
         total += shard_size(chosen, layout) + 40 + 75 * layout.tensors
-        sidecar = sidecar_of(chosen, number, "0" * 16, "0" * 64, total)
+        sidecar = sidecar_of(chosen, number, "0" * 16, "0" * 64, total, [1 << 31] * len(chosen))
         total += len(json.dumps(sidecar, indent=2, ensure_ascii=False).encode())
     return total
 
@@ -465,15 +511,36 @@ def write_shard(
 ) -> None:
     """Write shard `number` and its sidecar. samples: (index, Sample) of each conversation, in any order. still: asked
     when all is done but the names; Overtaken, and nothing written, when it says no."""
+    finish_shard(folder, number, conversations, collected(conversations, samples, header), header, still)
+
+
+def collected(
+    conversations: Sequence[Conversation], samples: Iterable[tuple[int, Sample]], header: dict[str, Any]
+) -> ShardWriter:
+    """A shard in memory. samples: (index, Sample) of each conversation, in any order."""
     writer = ShardWriter(conversations, Layout.read(header))
     for index, sample in samples:
         writer.put(index, sample)
+    return writer
+
+
+def finish_shard(
+    folder: Path,
+    number: int,
+    conversations: Sequence[Conversation],
+    writer: ShardWriter,
+    header: dict[str, Any],
+    still: Callable[[], bool] | None = None,
+) -> None:
+    """Write what was collected of shard `number`, and its sidecar. still: as in write_shard."""
+    layout, tensors = writer.layout, writer.tensors()
     mark, path = fingerprint(header), shard_path(folder, number)
     # One key alone: safetensors writes several in random order, and the bytes must not depend on it.
     # Hashed before it has its name: another writer's file of that name is not this one.
     with atomic(path) as temporary:
-        write_tensors(temporary, writer.tensors(), {"place": f"{mark}/{number}"})
-        sidecar = sidecar_of(conversations, number, mark, sha256_file(temporary), temporary.stat().st_size)
+        write_tensors(temporary, tensors, {"place": f"{mark}/{number}"})
+        whole, size = sha256_file(temporary), temporary.stat().st_size
+        sidecar = sidecar_of(conversations, number, mark, whole, size, checksums(tensors, layout))
         if still is not None and not still():
             raise Overtaken(f"{path.name} in {folder} is another's by now")
     write_json(_sidecar_path(folder, number), sidecar)
@@ -483,8 +550,10 @@ class Overtaken(Exception):
     """A shard's writer was silent for so long that another has taken its place."""
 
 
-def sidecar_of(conversations: Sequence[Conversation], number: int, mark: str, sha256: str, size: int) -> dict[str, Any]:
-    """What stands beside a finished shard."""
+def sidecar_of(
+    conversations: Sequence[Conversation], number: int, mark: str, sha256: str, size: int, sums: Sequence[int] = ()
+) -> dict[str, Any]:
+    """What stands beside a finished shard. sums: the checksum of each conversation."""
     return {
         "shard": number,
         "header": mark,
@@ -493,7 +562,18 @@ def sidecar_of(conversations: Sequence[Conversation], number: int, mark: str, sh
         "ids": [one.id for one in conversations],
         "domains": [one.domain for one in conversations],
         "lengths": [len(one.tokens) for one in conversations],
+        SUMS: list(sums),
     }
+
+
+def _damaged(folder: Path, number: int, what: str) -> str:
+    path = shard_path(folder, number)
+    return f"{path.name} in {folder} is damaged: {what}; {_remedy(folder, number)}"
+
+
+def _remedy(folder: Path, number: int) -> str:
+    beside = _sidecar_path(folder, number)
+    return f"delete it and {beside.name}, then run prepare again to capture it anew"
 
 
 def _check_shard(folder: Path, number: int, mark: str, whole: bool) -> dict[str, Any]:
@@ -502,7 +582,7 @@ def _check_shard(folder: Path, number: int, mark: str, whole: bool) -> dict[str,
     if not beside.exists():
         raise ValueError(f"{path.name} in {folder} is unfinished: the capture was stopped; run prepare again to resume")
     sidecar: dict[str, Any] = read_json(beside)
-    remedy = f"delete it and {beside.name}, then run prepare again to capture it anew"
+    remedy = _remedy(folder, number)
     if sidecar["header"] != mark or sidecar["shard"] != number:
         raise ValueError(f"{path.name} in {folder} is foreign: it belongs to another store or place; {remedy}")
     if sidecar.get(FREED):
@@ -514,7 +594,7 @@ def _check_shard(folder: Path, number: int, mark: str, whole: bool) -> dict[str,
         size = path.stat().st_size if path.exists() else 0
         raise ValueError(f"{path.name} in {folder} is torn: {size} bytes of {sidecar['bytes']}; {remedy}")
     if whole and sha256_file(path) != sidecar["sha256"]:
-        raise ValueError(f"{path.name} in {folder} is damaged: its sha256 is not the one written; {remedy}")
+        raise ValueError(_damaged(folder, number, "its sha256 is not the one written"))
     return sidecar
 
 

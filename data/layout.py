@@ -12,9 +12,10 @@ begin with the same tokens share those feature rows, within a shard, so that a s
 Letters in shapes: N positions, M feature rows, T tokens of a conversation, L captured layers, D hidden width.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -347,17 +348,55 @@ def _encoded(name: str, values: Tensor, precision: Precision) -> dict[str, Tenso
     return found if channels is None else found | {name + CHANNELS: channels}
 
 
-class ShardReader:
-    """Reads single conversations of one open shard; handle: an open safetensors file."""
+@dataclass(frozen=True)
+class Held:
+    """Tensors in memory, read as an open safetensors file is."""
 
-    def __init__(self, handle: Any, layout: Layout) -> None:
-        self.handle, self.layout = handle, layout
+    tensors: dict[str, Tensor]
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    get_slice = get_tensor
+
+
+def checksums(tensors: dict[str, Tensor], layout: Layout) -> list[int]:
+    """The checksum of each conversation of a shard. tensors: what its file will hold."""
+    reader = ShardReader(Held(tensors), layout)
+    return [reader.checksum(start, stop) for start, stop in pairwise(tensors["offsets"].tolist())]
+
+
+class ShardReader:
+    """Reads single conversations of one open shard; handle: an open safetensors file. sums: the checksum of each of its
+    conversations, None where they were not written."""
+
+    def __init__(self, handle: Any, layout: Layout, sums: Sequence[int] | None = None) -> None:
+        self.handle, self.layout, self.sums = handle, layout, sums
         named = (("aux", layout.aux), ("last", layout.last))
         self.channels = {
             name: handle.get_tensor(name + CHANNELS)
             for name, precision in named
             if precision is not None and precision.has_channels
         }
+
+    def checksum(self, start: int, stop: int) -> int:
+        """crc32 of all that the file holds of the conversation at positions start..stop, and of the channels' sizes."""
+        rows = self._rows(start, stop)
+        teachers = self._teacher_rows(rows)
+        teachers = teachers[teachers != NO_TEACHER]
+        width, places = self.layout.width, torch.arange(start, stop)
+        names = {"tokens": places, "turns": places, "top1": rows, "lse": rows}
+        names |= {"rows": places} if self.layout.share_prefixes else {}
+        names |= {"teacher_rows": rows} if self.layout.teacher_at == "answers" else {}
+        names |= {"aux" + suffix: rows for suffix in self.layout.aux.tensors(width)}
+        last = self.layout.last
+        kept = ["top_ids", "top_logp"] if last is None else ["last" + suffix for suffix in last.tensors(width)]
+        names |= dict.fromkeys(kept, teachers)
+        pieces = [*self.channels.values(), *(self._read(name, at) for name, at in names.items())]
+        found = 0
+        for piece in pieces:
+            found = zlib.crc32(piece.contiguous().flatten().view(torch.uint8).numpy(), found)
+        return found
 
     def text(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """tokens, turns of positions start..stop, int64."""

@@ -12,6 +12,7 @@ prepare.json and run.json. The same command over the same folder goes on where a
 
 import json
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
+from checkpoints.errors import run_module
 from checkpoints.files import atomic, fingerprint, read_json, write_json
 from checkpoints.lock import launched_rank, only_run
 from checkpoints.run import known_groups, record, settings
@@ -65,7 +67,8 @@ def main(config: DictConfig) -> None:
     if launched_rank() > 0 and config.target.tp_plan is None:
         raise ValueError(
             "prepare runs as one process; several (torchrun, srun) hold a target spread by target.tp_plan, got null: "
-            "producers that share the work are `python -m data.produce`"
+            "producers that share the work (features.queue.active=true) are started one by one, each with its own "
+            "hydra.run.dir and all with the same features.folder"
         )
     with only_run(out) if launched_rank() == 0 else nullcontext():  # others only help to hold the target
         run(config, out, Console())
@@ -233,8 +236,10 @@ def converted(
     source = prepared / "features"
     folder = Path(wanted.folder).expanduser() if wanted.folder else out / "store"
     store = convert(target, source, folder, wanted.store, wanted.layers, wanted.shard_bytes)
-    with atomic(out / "conversations.jsonl") as temporary:
-        temporary.write_bytes((prepared / "conversations.jsonl").read_bytes())
+    for name in ("conversations.jsonl", "heldout.jsonl"):
+        if (prepared / name).exists():
+            with atomic(out / name) as temporary:
+                shutil.copyfile(prepared / name, temporary)
     size = sum(path.stat().st_size for path in folder.iterdir())
     summary = read_json(prepared / "prepare.json") | {
         "layers": list(store.layers),
@@ -329,4 +334,4 @@ def show(console: Console, summary: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("prepare", "data.prepare")

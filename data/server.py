@@ -76,7 +76,9 @@ async def ask_all(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     waiting = iter(questions)
 
-    async with httpx.AsyncClient(headers=headers, timeout=settings.timeout, transport=transport) as client:
+    limits = httpx.Limits(max_connections=settings.concurrency)  # the library's own is 100
+    how: dict[str, Any] = {"headers": headers, "timeout": settings.timeout, "limits": limits, "transport": transport}
+    async with httpx.AsyncClient(**how) as client:
 
         async def work() -> None:
             for question in waiting:

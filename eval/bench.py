@@ -24,6 +24,7 @@ from omegaconf import DictConfig, ListConfig
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints.errors import run_module
 from checkpoints.files import write_json
 from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, machine, record, settings
@@ -342,4 +343,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("bench", "eval.bench")

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints.errors import run_module
 from checkpoints.files import write_json
 from checkpoints.run import known_groups, record, settings
 from data.suites import load_prompts
@@ -148,4 +149,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("doctor", "eval.doctor")

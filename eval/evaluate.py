@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
+from checkpoints.errors import run_module
 from checkpoints.files import read_json
 from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, machine, record, settings
@@ -411,4 +412,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("eval", "eval.evaluate")

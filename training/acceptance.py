@@ -84,7 +84,8 @@ class AcceptanceCallback(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step, every = trainer.global_step, self.settings.every
         last = step >= trainer.max_steps > 0
-        if cast(DrafterModule, pl_module).stopping:  # there may be seconds left; the run that goes on measures
+        # There may be seconds left, and the run that goes on measures; from the last step none goes on.
+        if cast(DrafterModule, pl_module).stopping and not last:
             return
         if step and step != self.measured_at and (last or (every and step % every == 0)):
             self._note(trainer, pl_module)

@@ -33,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from checkpoints.errors import run_module
 from checkpoints.files import write_json
 from checkpoints.run import ROOT, known_groups, native_bf16, record, settings
 from data.collate import draw_anchors, gather_anchors
@@ -300,4 +301,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("bench", "training.bench")

@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from checkpoints.errors import run_module
 from checkpoints.files import fingerprint, read_json, sha256_file, write_json
 from checkpoints.folder import load_drafter
 from checkpoints.run import known_groups, machine, record, settings
@@ -367,4 +368,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("compare", "training.compare")

@@ -41,6 +41,15 @@ def stay_on_this_machine(nodes: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
+def own_device(devices: int | str | list[int]) -> int:
+    """The GPU of this process, of those that trainer.devices names ([2, 3] or "2,3") or counts."""
+    rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    named = devices.split(",") if isinstance(devices, str) else devices
+    if isinstance(named, int) or (isinstance(devices, str) and "," not in devices):
+        return rank
+    return [int(one) for one in named if str(one).strip()][rank]
+
+
 def several() -> bool:
     """Whether a process group of more than one rank is up."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

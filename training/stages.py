@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from checkpoints.errors import run_module
 from checkpoints.run import known_groups
 from training.train import GROUPS, run
 
@@ -50,4 +51,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("train", "training.stages")

@@ -6,7 +6,6 @@ Leaves in the run's folder: run.json, metrics.csv, checkpoints/last.ckpt, and dr
 held-out prompts). The same command over the same folder goes on from last.ckpt.
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
 
+from checkpoints.errors import run_module
 from checkpoints.files import read_json
 from checkpoints.folder import load_drafter, read_drafter
 from checkpoints.lock import launched_rank, only_run
@@ -51,7 +51,7 @@ from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
 from training.progressive import Stage, begin
-from training.ranks import explained, launched_outside, stay_on_this_machine
+from training.ranks import explained, launched_outside, own_device, stay_on_this_machine
 from training.self_forcing import SelfForcing, SelfForcingSettings
 from training.teacher import check_store
 
@@ -164,8 +164,8 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     check_resumed(resumed, config)
     seed_everything(config.seed, verbose=False)
     torch.set_float32_matmul_precision("high")
-    if torch.cuda.is_available():  # each rank of a node holds its own target
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0))
+    if torch.cuda.is_available():  # each rank of a node holds its own target, where Lightning puts its drafter
+        torch.cuda.set_device(own_device(given.trainer.devices))
     target = Target.load(**asdict(given.target))
     conversations, batches, steering = given.conversations, given.batches, given.trainer
     drafter = build_drafter(given.drafter, target, conversations, config.init)
@@ -187,11 +187,13 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
         "vocabulary": drafter.vocabulary.fingerprint,
     }
     check_resumed(resumed, config, marks)
+    declared = {"prepared": given.prepared_as, "conversations": len(conversations)}
+    if not isinstance(source, OnlineSource):
+        conversations.clear()  # what is read holds them again; kept, they fill a node's memory once a rank
     if launched_rank() == 0:
         keep_metrics(out)
     recorded = held_out(given, target, drafter, out / "heldout.safetensors")
     acceptance = AcceptanceCallback(recorded, given.accepting)
-    declared = {"prepared": given.prepared_as, "conversations": len(conversations)}
     if isinstance(source, QueueSource):
         source.follow(data.plan, data.total)
     declared["features"] = held_features(source, given, drafter)
@@ -439,6 +441,9 @@ def build_trainer(
     if isinstance(strategy, ParallelStrategy):
         refuse_a_sweep()
         stay_on_this_machine(chosen.num_nodes)
+    # Lightning's auto may mean another device than the target's, which is a GPU of CUDA or the CPU.
+    own_kind = "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator = own_kind if chosen.accelerator == "auto" else chosen.accelerator
     precision = chosen.resolved_precision()
     if sharded(strategy) and precision == "bf16-mixed":
         precision = "32-true"  # Lightning refuses to mix here; the module's step does it
@@ -449,7 +454,7 @@ def build_trainer(
     return Trainer(
         default_root_dir=out,
         max_steps=steps,
-        accelerator=chosen.accelerator,
+        accelerator=accelerator,
         devices=chosen.devices,
         num_nodes=chosen.num_nodes,
         strategy=strategy,
@@ -510,4 +515,4 @@ def read_prepared(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_module("train", "training.train")

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from lightning import Trainer
 
 from checkpoints.files import read_json, read_tensors
 from checkpoints.lock import LOCK, only_run
@@ -22,6 +23,7 @@ from data.target import Target
 from tests import checks, ranks
 from tests.prepared import LAYERS, overrides, prepare_tiny, trace, train
 from training import module
+from training import train as train_module
 from training.keeper import AtomicCheckpoints, check_whole
 
 WAIT = 240.0
@@ -309,3 +311,38 @@ def test_sigterm_writes_a_checkpoint_and_exits_with_143(prepared, tmp_path, work
     step = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
     assert step == len(trace(out)) > 0
     assert not list(out.glob("best-*"))
+
+
+def test_a_signal_in_the_last_step_loses_no_measurement(prepared, tmp_path, monkeypatch):
+    """No run goes on from the last step, so it is measured all the same."""
+    plain = module.slot_terms
+
+    def terms(drafter, slots, batch, target, objective):
+        if batch.seed == SHORT["trainer.max_steps"] - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(drafter, slots, batch, target, objective)
+
+    monkeypatch.setattr(module, "slot_terms", terms)
+    keys = SHORT | {"acceptance.every": 0}
+    with pytest.raises(SystemExit) as ended:
+        train(prepared, tmp_path, **keys)
+    assert ended.value.code == 143
+    assert train(prepared, tmp_path, **keys)["step"] == SHORT["trainer.max_steps"]
+
+
+def test_training_from_a_store_keeps_no_conversation_in_memory(prepared, tmp_path, monkeypatch):
+    read, held = train_module.first_conversations, []
+
+    def first(folder, limit):
+        held.append(read(folder, limit))
+        return held[-1]
+
+    def fit(*_, **__):
+        assert held == [[]]
+        raise InterruptedError
+
+    monkeypatch.setattr(train_module, "first_conversations", first)
+    monkeypatch.setattr(Trainer, "fit", fit)
+    with pytest.raises(InterruptedError):
+        train(prepared, tmp_path, **SHORT)
+    assert read_json(tmp_path / "run.json")["fingerprints"]["prepared"]["conversations"] == 12

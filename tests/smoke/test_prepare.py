@@ -123,8 +123,10 @@ def test_several_processes_without_a_plan_are_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
     )
-    assert done.returncode != 0
-    assert "prepare runs as one process" in done.stderr
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "prepare runs as one process" in line
+    assert "features.queue.active=true" in line
 
 
 def test_dry_run_before_any_answer_gives_a_bound(tmp_path: Path, folder: Path) -> None:

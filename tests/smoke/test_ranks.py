@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 
 from tests import checks, ranks
 from tests.prepared import overrides, prepare_tiny, trace
-from training.ranks import stay_on_this_machine
+from training.optimizers import OptimizerSettings
+from training.ranks import own_device, stay_on_this_machine
+from training.train import TrainerSettings, build_trainer
 
 STEPS = 6
 WAIT = 240.0  # seconds for a process on a busy machine; what is bounded is asserted by itself
@@ -110,6 +114,26 @@ def test_gloo_stays_on_the_machine(monkeypatch):
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     stay_on_this_machine(1)
     assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+def test_a_rank_s_own_device(monkeypatch):
+    """That of Lightning: its place in the devices that are named, or counted."""
+    for rank, named in ((0, 2), (1, 5)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        for counted in (8, "auto", "8"):
+            assert own_device(counted) == rank
+        for listed in ([2, 5], "2,5", "2, 5,"):
+            assert own_device(listed) == named
+    monkeypatch.delenv("LOCAL_RANK")
+    assert own_device("3,") == 3
+
+
+def test_auto_is_the_targets_kind_of_device(monkeypatch, tmp_path):
+    """On a machine with another kind, as MPS is, the drafter stays where the target is."""
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trainer = build_trainer(TrainerSettings(progress=False), OptimizerSettings(), [], tmp_path, [], 1)
+    assert isinstance(trainer.accelerator, CPUAccelerator)
 
 
 def test_a_rank_with_other_settings_is_refused(prepared, tmp_path):

@@ -60,8 +60,11 @@ def test_converted_has_the_estimated_size_and_trains(
     tmp_path: Path, folder: Path, prepared: Path, form: list[str]
 ) -> None:
     out = tmp_path / "out"
+    (prepared / "heldout.jsonl").write_text("kept out\n")
     _, printed = run(out, folder, f"convert={prepared}", *form, f"features.folder={tmp_path / 'store'}")
     assert "check 4 on 100.00% of a sample" in printed
+    for name in ("conversations.jsonl", "heldout.jsonl"):
+        assert (out / name).read_bytes() == (prepared / name).read_bytes()
     source = ["data=answers_jsonl", f"data.path={prepared / 'answers_in.jsonl'}"]
     found, table = run(tmp_path / "estimate", folder, *source, *form, "estimate=true")
     assert "bytes a token" in table

@@ -1,9 +1,11 @@
 """Features from a server, with one played by the target itself: what is taken, and every fault of a server refused."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from data.conversations import Conversation
 from data.engine_states import Engine, EngineSettings, engine_arguments, engine_layers
 from data.features import observe
+from data.server import ServerSettings, ask_all
 from data.target import Target
 from tests.doubles import NUM_LAYERS, tiny_target
 from tests.unit.test_layout import conversations
@@ -157,3 +160,41 @@ def test_a_server_that_was_started_otherwise_is_told_how(target: Target, tmp_pat
         served.states([4, 5, 6])
     with pytest.raises(ValueError, match="must start with http"):
         EngineSettings("server:8000", "tiny", "x")
+    with pytest.raises(ValueError, match=r"base_url holds credentials: .* api_key_env") as caught:
+        EngineSettings("http://me:opensesame@server:8000/v1", "tiny", "x")
+    assert "opensesame" not in str(caught.value)
+
+
+def test_a_server_that_is_gone_or_refuses_is_named(target: Target, tmp_path: Path) -> None:
+    def gone(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    def refuses(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(400, text="too long; api_key=opensesame123")
+
+    settings = EngineSettings("http://server/v1", "tiny", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"http://server/v1/completions does not answer .ConnectError: refused.: start"
+    ):
+        Engine(settings, target, LAYERS, httpx.MockTransport(gone)).states([4, 5, 6])
+    with pytest.raises(ValueError, match="HTTP 400 for a prompt of 3 tokens: too long; api_key=<hidden>"):
+        Engine(settings, target, LAYERS, httpx.MockTransport(refuses)).states([4, 5, 6])
+
+
+def test_as_many_requests_are_in_flight_as_asked_for(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library lets 100 through where it is not told."""
+    told: list[int | None] = []
+    for kind in (httpx.Client, httpx.AsyncClient):
+
+        def made(self: Any, _plain: Any = kind.__init__, **how: Any) -> None:
+            told.append(how["limits"].max_connections)
+            _plain(self, **how)
+
+        monkeypatch.setattr(kind, "__init__", made)
+    Engine(EngineSettings("http://server/v1", "tiny", str(tmp_path), concurrency=300), target, LAYERS)
+    asking = ServerSettings("http://server/v1", "tiny", concurrency=400)
+    nobody: Any = None
+    asyncio.run(ask_all([], nobody, nobody, 1, asking, nobody, nobody))
+    assert told == [300, 400]

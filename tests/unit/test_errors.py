@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 import headstart
+from checkpoints import errors
 from checkpoints.run import complete, settings
 from data.estimate import Shape, SizeSettings, size_table
 from data.layout import StoreSettings
@@ -19,8 +21,8 @@ from data.layout import StoreSettings
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.delenv(headstart.FULL, raising=False)
-    monkeypatch.delenv(headstart.SHORT, raising=False)
+    monkeypatch.delenv(errors.FULL, raising=False)
+    monkeypatch.delenv(errors.SHORT, raising=False)
 
 
 def refused(monkeypatch, capsys, *words: str) -> str:
@@ -30,7 +32,7 @@ def refused(monkeypatch, capsys, *words: str) -> str:
         headstart.main()
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert headstart.FULL not in os.environ
+    assert errors.FULL not in os.environ
     return line
 
 
@@ -56,8 +58,19 @@ def test_a_command_ends_with_one_line(words, line, monkeypatch, tmp_path, capsys
     assert re.fullmatch(f"headstart {words[0]}: {line}", said), said
 
 
+def test_a_module_ends_with_one_line_too(monkeypatch, tmp_path, capsys):
+    """As torchrun and srun start it."""
+    words = ["target=any", "target.name=/no/target", f"hydra.run.dir={tmp_path}", "prepared=/nowhere"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.warns(RuntimeWarning, match="in sys.modules"), pytest.raises(SystemExit) as ended:
+        runpy.run_module("training.train", run_name="__main__", alter_sys=True)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "headstart train: /nowhere/conversations.jsonl cannot be read: No such file or directory\n"
+
+
 def test_full_errors_are_asked_for_by_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv(headstart.FULL, "1")
+    monkeypatch.setenv(errors.FULL, "1")
     monkeypatch.setattr(sys, "argv", ["headstart", "train", f"hydra.run.dir={tmp_path}"])
     with pytest.raises(ValueError, match="prepared needs a value"):
         headstart.main()
@@ -67,17 +80,17 @@ def test_a_command_started_by_a_command_is_short_too(capsys):
     """The demo's stages inherit what was set for Hydra alone."""
 
     def stage() -> None:
-        assert os.environ[headstart.FULL] == "1"
-        with headstart.short_errors("train"):
+        assert os.environ[errors.FULL] == "1"
+        with errors.short_errors("train"):
             complete(OmegaConf.create({"a": "???"}))
 
     with pytest.raises(SystemExit):
-        headstart.short_errors("demo")(stage)()
+        errors.short_errors("demo")(stage)()
     assert capsys.readouterr().err == "headstart train: a needs a value: a=...\n"
 
 
 def test_a_bug_keeps_its_traceback():
-    with pytest.raises(KeyError), headstart.short_errors("train"):
+    with pytest.raises(KeyError), errors.short_errors("train"):
         {}["x"]
 
 
@@ -112,7 +125,7 @@ def instantiated() -> None:
 def test_only_errors_on_purpose_are_one_line(fault, line):
     with pytest.raises(Exception) as found:  # noqa: PT011 (each fault has its own)
         fault()
-    assert headstart.mistake(found.value) == line
+    assert errors.mistake(found.value) == line
 
 
 @dataclass(frozen=True)

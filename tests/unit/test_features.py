@@ -5,23 +5,27 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import data.features
 from checkpoints.files import read_json
 from data.conversations import Conversation
 from data.features import (
     FeatureStore,
     capture,
     estimate_bytes,
+    fill,
     length_batches,
     observe,
 )
-from data.layout import shard_plan
+from data.layout import Sample, plan_of, shard_plan
 from data.target import Features, Target
 from tests.doubles import HIDDEN_SIZE, VOCAB_SIZE, tiny_target
 
@@ -153,6 +157,63 @@ def test_damaged_shards_are_refused_by_name(target: Target, tmp_path: Path) -> N
     assert beside.read_bytes() == kept
 
 
+def test_a_conversation_is_compared_when_it_is_read(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the whole shard: of a large store each process would read every shard to use a few rows of it."""
+    rows = conversations()
+    capture(target, rows, LAYERS, tmp_path, dtype="float32")
+    path = tmp_path / "shard-00000.safetensors"
+    good = path.read_bytes()
+    kept = read_json(tmp_path / "shard-00000.json")
+    assert len(kept["crc32"]) == len(set(kept["crc32"])) == len(rows)
+    monkeypatch.setattr("data.features.sha256_file", lambda path: pytest.fail("a lazy store hashed a shard"))
+    aux = FeatureStore.open(tmp_path, verify="lazy")[5].aux.numpy().tobytes()
+    flipped = bytearray(good)
+    flipped[good.index(aux)] ^= 1
+    path.write_bytes(flipped)
+    for layers in (None, (3,)):  # the first layer's bytes: also where it is not asked for
+        lazy = FeatureStore.open(tmp_path, None, layers, "lazy")
+        assert [lazy[i].id for i in range(len(rows)) if i != 5] == [one.id for one in rows if one.id != "row-5"]
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"shard-00000.safetensors .* damaged: the checksum of row-5 is not"):
+                lazy[5]
+    path.write_bytes(good.replace(b'"top1"', b'"top2"'))
+    with pytest.raises(ValueError, match="damaged"):
+        FeatureStore.open(tmp_path, verify="lazy")[0]
+    path.write_bytes(b"\xff" * 9 + good[9:])
+    with pytest.raises(ValueError, match="damaged"):
+        FeatureStore.open(tmp_path, verify="lazy")[0]
+
+
+def test_a_store_without_checksums_of_conversations_is_compared_by_shard(target: Target, tmp_path: Path) -> None:
+    capture(target, conversations(), LAYERS, tmp_path)
+    beside, path = tmp_path / "shard-00000.json", tmp_path / "shard-00000.safetensors"
+    kept = read_json(beside)
+    del kept["crc32"]
+    beside.write_text(json.dumps(kept))
+    assert FeatureStore.open(tmp_path, verify="lazy")[3].id == "row-3"
+    flipped = bytearray(path.read_bytes())
+    flipped[-5] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(ValueError, match="damaged: its sha256 is not the one written"):
+        FeatureStore.open(tmp_path, verify="lazy")[0]
+
+
+def test_no_more_shards_are_open_than_a_system_maps(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = conversations()
+    monkeypatch.setattr("data.features.OPEN_SHARDS", 2)
+    store = capture(target, rows, LAYERS, tmp_path, shard_bytes=SMALL)
+    assert store.header["shards"] > 3
+    order = [*range(len(rows)), *range(len(rows) - 1, -1, -1)]
+    for index in order:
+        assert store[index].tokens.tolist() == rows[index].tokens
+        assert len(store._readers) <= 2
+    assert list(store._readers)[-1] == 0
+
+
 class Misreads(Target):
     """A planted fault: the last hidden state is taken before the final norm."""
 
@@ -218,6 +279,42 @@ def test_killed_capture_resumes_to_the_same_bytes(target: Target, tmp_path: Path
     capture(target, rows, LAYERS, killed, shard_bytes=SMALL)
     assert files(killed) == files(whole)
     assert (killed / "shard-00000.safetensors").stat().st_mtime_ns == first
+
+
+def test_a_shard_is_made_while_the_one_before_is_written(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, plain = threading.Event(), data.features.finish_shard
+    whole = capture(target, conversations(), LAYERS, tmp_path / "whole", shard_bytes=SMALL)
+
+    def make(start: int, stop: int) -> Iterator[tuple[int, Sample]]:
+        if start:
+            made.set()
+        return ((index, whole[start + index]) for index in range(stop - start))
+
+    def finish(folder: Path, number: int, *rest: Any) -> None:
+        assert made.wait(60), "shard 0 is written before shard 1 is made"
+        plain(folder, number, *rest)
+
+    monkeypatch.setattr("data.features.finish_shard", finish)
+    folder, told = tmp_path / "filled", list[int]()
+    folder.mkdir()
+    plan = plan_of(conversations(), whole.layout, SMALL)
+    fill(folder, whole.header, conversations(), plan, make, told.append)
+    assert files(folder) == files(whole.folder)
+    assert told == [sum(len(one.tokens) for one in conversations()[start:stop]) for start, stop in plan]
+
+
+def test_a_shard_that_cannot_be_written_ends_the_capture(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("data.features.write_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        capture(target, conversations(), LAYERS, tmp_path, shard_bytes=SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["header.json"]
 
 
 def test_header_says_what_the_store_holds(target: Target, tmp_path: Path) -> None:
