@@ -14,7 +14,7 @@ distribution (C-PTP, arXiv 2512.21323). docs/kforcing.md derives labels and loss
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import torch
@@ -302,7 +302,7 @@ class KForcing(BlockDrafter):
         return noise, picks
 
     def begin_stage(self, half: Any, read: Reader, share: float, start: bool = True) -> list[str]:
-        """Take labels of a share of the anchors from a frozen drafter of half as many slots, run twice; start: from its
+        """Take labels of a share of the rows from a frozen drafter of half as many slots, run twice; start: from its
         tensors, too. Returns one line per thing done. ValueError when the two do not belong together."""
         if self.form == "conditional" or not isinstance(half, KForcing) or half.form == "conditional":
             raise ValueError("stages are of two drafters that push noise forward (form causal or joint)")
@@ -318,7 +318,7 @@ class KForcing(BlockDrafter):
         if not 0 < share <= 1:
             raise ValueError(f"stage share must be in (0, 1], got {share}")
         self._stage = (half.eval().requires_grad_(False), read, share)
-        lines = [f"labels of {share:.0%} of the anchors by the drafter of {half.num_slots} slots, run twice"]
+        lines = [f"labels of {share:.0%} of the rows by the drafter of {half.num_slots} slots, run twice"]
         if start:
             own, theirs = self.state_dict(), half.state_dict()
             same = {name: tensor for name, tensor in theirs.items() if name in own and tensor.shape == own[name].shape}
@@ -329,32 +329,26 @@ class KForcing(BlockDrafter):
         return lines
 
     def _self_forced(self, batch: Batch, labels: Grid, drawn: Draws) -> Draws:
-        """Labels of some anchors by the frozen drafter: its first half on fresh noise, then, behind that half as the
-        target reads it, its second."""
+        """Labels of some rows by the frozen drafter: its first half on fresh noise, then, behind that half as the
+        target reads it, its second. Whole rows, since the target reads a row before it reads any branch of it."""
         assert self._stage is not None
         half, read, share = self._stage
-        zero, count = batch.anchors.new_zeros(1), max(1, round(share * batch.anchors.shape[1]))
-        keys = self._uniforms(batch, batch.anchors.clamp_min(0), zero, CHOSEN)[..., 0]
-        keys = torch.where(labels.mask[..., 0], keys, 2.0)
-        chosen = keys.topk(count, dim=1, largest=False).indices.sort(1).values
-        part = replace(batch, anchors=batch.anchors.gather(1, chosen))
-        steps, width = torch.arange(1, self.num_slots + 1, device=zero.device), half.num_slots
-        place, tau = part.anchors.clamp_min(0), drawn.tau.gather(1, chosen)
-        noise = self._uniforms(part, place, steps, STAGE)
-        first = half.guess(part, batch.tokens.gather(1, place), noise[..., :width], tau)
+        numbers = batch.first_row + batch.row_step * torch.arange(len(batch.tokens))  # on the host, which need not wait
+        keys = counter_uniform(torch.full_like(numbers, batch.seed), numbers * (1 << 20) + CHOSEN, TRAIN_STREAM)
+        if not (keys < share).any():
+            return drawn
+        rows = (keys < share).nonzero()[:, 0].to(batch.tokens.device, non_blocking=True)
+        steps, width = torch.arange(1, self.num_slots + 1, device=rows.device), half.num_slots
+        noise = self._uniforms(batch, batch.anchors.clamp_min(0), steps, STAGE)[rows]
+        part, tau = _rows_of(batch, rows), drawn.tau[rows]
+        first = half.guess(part, part.tokens.gather(1, part.anchors.clamp_min(0)), noise[..., :width], tau)
         branch = read(part, first[..., :-1], half.needs.layers)
         second = half.guess(part, first[..., -1], noise[..., width:], tau, branch)
-        index, forced = chosen[..., None].expand_as(noise), (keys.gather(1, chosen) < share)[..., None]
-
-        def put(own: Tensor, made: Tensor) -> Tensor:
-            """`own` [B, A, K] with `made` at the chosen anchors that belong to the share."""
-            return own.scatter(1, index, torch.where(forced, made, own.gather(1, index)))
-
         return Draws(
-            put(drawn.noise, noise),
+            drawn.noise.index_copy(0, rows, noise),
             drawn.tau,
-            put(drawn.labels, torch.cat([first, second], -1)),
-            put(drawn.mask, labels.mask.gather(1, index)),
+            drawn.labels.index_copy(0, rows, torch.cat([first, second], -1)),
+            drawn.mask.index_copy(0, rows, labels.mask[rows]),
         )
 
     @torch.no_grad()
@@ -391,6 +385,12 @@ class KForcing(BlockDrafter):
         best = logits.float().max(-1)
         sure = (best.values - logits.float().logsumexp(-1)).exp()
         return Proposal(self.vocabulary.ids_on(logits.device)[best.indices], None, sure)
+
+
+def _rows_of(batch: Batch, rows: Tensor) -> Batch:
+    """Some of a batch's rows, whose numbers are lost."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    return replace(batch, drafted=None, **{name: value[rows] for name, value in tensors.items()})
 
 
 def _checked(found: dict[str, Any], size: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from eval.branches import check_branches, read_branches
 
 @dataclass(frozen=True)
 class Stage:
-    """half: folder of the frozen drafter. share: of the anchors that learn its labels; the others keep the target's
+    """half: folder of the frozen drafter. share: of the packed rows that learn its labels; the others keep the target's
     own. start: begin from its tensors."""
 
     half: str

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.target import Target
 from drafters.contract import Batch, grid
-from drafters.kforcing import KForcing
+from drafters.kforcing import KForcing, _rows_of
 from drafters.noise import PointwiseNoiseEncoder, bins, pick, sinusoid
 from drafters.sampling import DRAFT_STREAM, NOISE_STREAM, Sampling, counter_uniform
 from eval.decoder import DecodeSettings
@@ -239,20 +239,38 @@ def test_self_forced_labels_need_their_own_branch(target: Target) -> None:
     assert not all(self_forced(target, "causal", 3, neighbours))
 
 
-def test_a_share_of_anchors_keeps_the_targets_labels(target: Target) -> None:
+def test_a_share_of_rows_learns_from_the_half(target: Target) -> None:
     half, drafter = head(target, 1, seed=1), head(target, 2, fresh=0.0, greedy=0.0).train()
-    batch = checks.train_batch(target, drafter)
-    exact = drafter.draws(batch, grid(batch, 2))
-    drafter.begin_stage(half, partial(read_behind, target), 0.5)
-    mixed = drafter.draws(batch, grid(batch, 2))
-    same = (exact.noise == mixed.noise).all(-1)
-    assert same.any()
-    assert not same.all()
-    assert torch.equal(exact.labels[same], mixed.labels[same])
-    # Padding is no anchor: with three times as many columns the share is still of the real ones.
-    padded = replace(batch, anchors=torch.nn.functional.pad(batch.anchors, (0, 2 * batch.anchors.shape[1]), value=-1))
-    wide = drafter.draws(padded, grid(padded, 2)).noise[:, : batch.anchors.shape[1]]
-    assert (exact.noise == wide).all(-1)[batch.anchors >= 0].any()
+    read: list[int] = []
+
+    def reader(batch: Batch, branches: Tensor, layers: tuple[int, ...]) -> Tensor:
+        read.append(len(batch.tokens))
+        return read_behind(target, batch, branches, layers)
+
+    one = checks.train_batch(target, drafter)
+    batches = [replace(one, seed=seed) for seed in range(30)]
+    exact = [drafter.draws(batch, grid(batch, 2)) for batch in batches]
+    drafter.begin_stage(half, reader, 0.5)
+    forced = 0
+    for batch, plain in zip(batches, exact, strict=True):
+        mixed, labels = drafter.draws(batch, grid(batch, 2)), grid(batch, 2)
+        for row in range(len(batch.tokens)):
+            same = (plain.noise[row] == mixed.noise[row]).all(-1)[batch.anchors[row] >= 0]
+            assert same.all() or not same.any(), "a row is of one source"
+            forced += not same.any()
+            if same.all():
+                assert torch.equal(plain.labels[row], mixed.labels[row])
+                assert torch.equal(plain.mask[row], mixed.mask[row])
+            else:
+                assert torch.equal(mixed.mask[row], labels.mask[row])
+    rows = 30 * len(one.tokens)
+    assert forced == sum(read), "the target reads the forced rows alone"
+    assert 0.3 * rows < forced < 0.7 * rows
+    # A rank that holds a later row forces it as the rank that holds all does.
+    last = replace(_rows_of(one, torch.tensor([len(one.tokens) - 1])), first_row=len(one.tokens) - 1)
+    for seed in range(8):
+        whole, alone = (drafter.draws(replace(b, seed=seed), grid(b, 2)).noise[-1] for b in (one, last))
+        assert torch.equal(whole, alone)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
