@@ -152,6 +152,8 @@ class BlockDrafter(Drafter):
     while training; null: all).
     """
 
+    training_only: tuple[str, ...] = ("block.anchors",)
+
     sequential = False
     branching: Literal["slots", "steps"] | None = "slots"
     mask_token: int

@@ -291,6 +291,8 @@ class Drafter(nn.Module, ABC):
     that read the noise of the target's own sampler. branching: how it drafts trees: "slots" when no slot reads drafted
     tokens, so that one pass tells the distributions of all; "steps" when it goes from level to level; None when it
     drafts chains only. fitting_measures: the objective terms that read this drafter's labels (None: any).
+    training_only: settings, by dotted name, that no tensor and no draft depends on, so that a trained head may be
+    trained on with others.
     """
 
     num_slots: int
@@ -304,6 +306,7 @@ class Drafter(nn.Module, ABC):
     branching: Literal["slots", "steps"] | None = None
     reads_teacher: bool = False
     fitting_measures: tuple[str, ...] | None = None
+    training_only: tuple[str, ...] = ()
     # Confidences [R, K] from peaks [R, K], fitted afterwards and loaded beside a head that gives none of its own.
     estimator: Callable[[Tensor], Tensor] | None = None
 

@@ -48,6 +48,8 @@ class Eagle(Unrolled):
     seed. layer: overrides of the layers' sizes (drafters.layers.LAYER_KEYS).
     """
 
+    training_only = ("train_steps", "noise")
+
     def __init__(
         self,
         target: TargetParts,

@@ -39,6 +39,8 @@ class Eagle3(Unrolled):
     is there). It stands in for the paper's 0.8^k loss weights at a fraction of the work.
     """
 
+    training_only = ("keep",)
+
     def __init__(
         self,
         target: TargetParts,

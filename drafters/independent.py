@@ -59,6 +59,8 @@ class Independent(WholeBuffers, Drafter):
     `num_hidden_layers` 2. attention: attn_implementation, null for the one that transformers chooses.
     """
 
+    training_only = ("train_steps",)
+
     follows_drafts = False  # slots are gathered from one pass over the data's tokens
     branching = "steps"
 

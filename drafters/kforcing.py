@@ -126,6 +126,8 @@ class KForcing(BlockDrafter):
     encoder; null: the hidden size, at most 768). The rest as in BlockDrafter.
     """
 
+    training_only = ("block.anchors", "noise.temperatures", "noise.greedy", "noise.fresh")
+
     follows_drafts = False  # noises tell later slots what came before, not tokens: there is one branch to draft
     branching = None
     reads_teacher = True  # pushes the target's own noise forward

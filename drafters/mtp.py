@@ -80,6 +80,8 @@ class Mtp(MtpModule, Drafter):
     (order of eh_proj's inputs), zero_first (no embedding at position 0, as vLLM serves most families).
     """
 
+    training_only = ("train_steps", "sharing.dense_until")
+
     def __init__(
         self,
         target: TargetParts,

@@ -176,6 +176,8 @@ class PEagle(Drafter):
     (keep 1: all). A drafter in eval mode drops nothing.
     """
 
+    training_only = ("mask_rows.keep", "mask_rows.keep_min")
+
     branching = "slots"
 
     def __init__(

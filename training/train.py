@@ -8,8 +8,11 @@ held-out prompts). The same command over the same folder goes on from last.ckpt.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -367,9 +370,19 @@ def say(what: str, lines: Sequence[str]) -> None:
         console().print(f"{what}: {line}", style="dim")
 
 
+def lasting(drafter: Drafter) -> dict[str, Any]:
+    """A drafter's settings without those that shape training alone."""
+    kept = deepcopy(drafter.settings())
+    for name in drafter.training_only:
+        *groups, last = name.split(".")
+        del reduce(getitem, groups, kept)[last]
+    return kept
+
+
 def go_on_from(drafter: Drafter, known: Drafter, where: str) -> None:
-    """Take a trained head's tensors. ValueError names settings in which the two differ."""
-    mine, other = ({"class": type(one).__name__} | one.settings() for one in (drafter, known))
+    """Take a trained head's tensors. ValueError names settings in which the two differ; those that shape training alone
+    may."""
+    mine, other = ({"class": type(one).__name__} | lasting(one) for one in (drafter, known))
     if lines := difference(other, mine):
         onward = "give the head's own values, or leave these keys out of the command"
         raise ValueError(f"{where} was made with other settings of drafter.model: {'; '.join(lines)}; {onward}")

@@ -18,6 +18,7 @@ from tests import checks
 from tests.doubles import tiny_target
 from training.objectives import Objective, plain_terms, slot_terms
 from training.self_forcing import SelfForcing, SelfForcingSettings
+from training.train import lasting
 
 OBJECTIVE = Objective({"hard_ce": 1.0}, {"kind": "uniform"}, chunk=16)
 
@@ -94,6 +95,8 @@ def test_round_trip(drafter, target, tmp_path):
     again = load_drafter(tmp_path / "head", target.parts)
     batch = checks.train_batch(target, drafter)
     assert again.settings() == drafter.settings()
+    kept = lasting(drafter)  # every name of training_only is a setting
+    assert kept.keys() <= drafter.settings().keys()
     slots = drafter.slots(batch)
     assert torch.equal(again.slots(batch).hidden, slots.hidden)
     states, prev = slots.hidden.flatten(0, 2), slots.prev_ids.flatten()

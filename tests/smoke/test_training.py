@@ -141,6 +141,9 @@ def test_a_trained_head_is_trained_on(prepared, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ValueError, match=r"init .*drafter was made with other settings of drafter\.model: num_slots 3"):
         train(prepared, tmp_path / "third", **words | {"drafter.model.num_slots": 2})
+    # What shapes training alone may be another.
+    train(prepared, tmp_path / "fourth", **words | {"drafter.model.keep": 0.5})
+    assert read_json(tmp_path / "fourth" / "drafter" / "config.json")["settings"]["keep"] == 0.5
 
 
 def test_a_head_brings_its_settings(prepared, tmp_path):
