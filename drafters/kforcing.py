@@ -156,7 +156,7 @@ class KForcing(BlockDrafter):
         if self.form == "joint":
             self.join = nn.ModuleList(nn.Linear(width, size, bias=False) for _ in range(self.num_slots))
             self.heads = nn.ModuleList(SlotHead(size) for _ in range(self.num_slots))
-        self._stage: tuple[KForcing, Reader, float] | None = None
+        self._stage: tuple[KForcing, Reader, float, bool] | None = None
 
     def _block(self, given: dict[str, Any], target: TargetParts) -> dict[str, Any]:
         """No mask rows here, so no mask token."""
@@ -303,9 +303,10 @@ class KForcing(BlockDrafter):
             noise[rows, place] = drawn
         return noise, picks
 
-    def begin_stage(self, half: Any, read: Reader, share: float, start: bool = True) -> list[str]:
-        """Take labels of a share of the rows from a frozen drafter of half as many slots, run twice; start: from its
-        tensors, too. Returns one line per thing done. ValueError when the two do not belong together."""
+    def begin_stage(self, half: Any, read: Reader, share: float, start: bool = True, exact: bool = True) -> list[str]:
+        """Take labels of a share of the rows from a frozen drafter of half as many slots, run twice (exact: only behind
+        those that the target gives, and where it agreed with them); start: from its tensors, too. Returns one line per
+        thing done. ValueError when the two do not belong together."""
         if self.form == "conditional" or not isinstance(half, KForcing) or half.form == "conditional":
             raise ValueError("stages are of two drafters that push noise forward (form causal or joint)")
         if half.num_slots * 2 != self.num_slots:
@@ -319,8 +320,9 @@ class KForcing(BlockDrafter):
             raise ValueError(f"the stage's two drafters differ: {'; '.join(other)}")
         if not 0 < share <= 1:
             raise ValueError(f"stage share must be in (0, 1], got {share}")
-        self._stage = (half.eval().requires_grad_(False), read, share)
-        lines = [f"labels of {share:.0%} of the rows by the drafter of {half.num_slots} slots, run twice"]
+        self._stage = (half.eval().requires_grad_(False), read, share, exact)
+        behind = " behind the target's own" if exact else ""
+        lines = [f"labels{behind} of {share:.0%} of the rows by the drafter of {half.num_slots} slots, run twice"]
         if start:
             own, theirs = self.state_dict(), half.state_dict()
             same = {name: tensor for name, tensor in theirs.items() if name in own and tensor.shape == own[name].shape}
@@ -331,26 +333,34 @@ class KForcing(BlockDrafter):
         return lines
 
     def _self_forced(self, batch: Batch, labels: Grid, drawn: Draws) -> Draws:
-        """Labels of some rows by the frozen drafter: its first half on fresh noise, then, behind that half as the
-        target reads it, its second. Whole rows, since the target reads a row before it reads any branch of it."""
+        """Labels of some rows by the frozen drafter: its first half, then, behind that half as the target reads it, its
+        second. Whole rows, since the target reads a row before it reads any branch of it. Where exact labels stay, the
+        noise does too, and the frozen drafter speaks behind them if it said each of them itself; else noise is fresh."""
         assert self._stage is not None
-        half, read, share = self._stage
+        half, read, share, exact = self._stage
         numbers = batch.first_row + batch.row_step * torch.arange(len(batch.tokens))  # on the host, which need not wait
         keys = counter_uniform(torch.full_like(numbers, batch.seed), numbers * (1 << 20) + CHOSEN, TRAIN_STREAM)
         if not (keys < share).any():
             return drawn
         rows = (keys < share).nonzero()[:, 0].to(batch.tokens.device, non_blocking=True)
         steps, width = torch.arange(1, self.num_slots + 1, device=rows.device), half.num_slots
-        noise = self._uniforms(batch, batch.anchors.clamp_min(0), steps, STAGE)[rows]
+        noise = (drawn.noise if exact else self._uniforms(batch, batch.anchors.clamp_min(0), steps, STAGE))[rows]
         part, tau = _rows_of(batch, rows), drawn.tau[rows]
         first = half.guess(part, part.tokens.gather(1, part.anchors.clamp_min(0)), noise[..., :width], tau)
         branch = read(part, first[..., :-1], half.needs.layers)
-        second = half.guess(part, first[..., -1], noise[..., width:], tau, branch)
+        said, mask = (
+            torch.cat([first, half.guess(part, first[..., -1], noise[..., width:], tau, branch)], -1),
+            labels.mask[rows],
+        )
+        if exact:
+            known, own = drawn.mask[rows], drawn.labels[rows]
+            agreed = (said.eq(own) | ~known).all(-1, keepdim=True)
+            said, mask = torch.where(known, own, said), known | (mask & agreed)
         return Draws(
             drawn.noise.index_copy(0, rows, noise),
             drawn.tau,
-            drawn.labels.index_copy(0, rows, torch.cat([first, second], -1)),
-            drawn.mask.index_copy(0, rows, labels.mask[rows]),
+            drawn.labels.index_copy(0, rows, said),
+            drawn.mask.index_copy(0, rows, mask),
         )
 
     @torch.no_grad()

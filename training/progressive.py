@@ -21,18 +21,20 @@ from eval.branches import check_branches, read_branches
 @dataclass(frozen=True)
 class Stage:
     """half: folder of the frozen drafter. share: of the packed rows that learn its labels; the others keep the target's
-    own. start: begin from its tensors."""
+    own. start: begin from its tensors. exact: in those rows, too, keep the target's labels as far as they are known, and
+    take the half's only behind them, where it agreed with them all; false: every label of such a row is the half's."""
 
     half: str
     share: float = 0.5
     start: bool = True
+    exact: bool = True
 
 
 @runtime_checkable
 class Staged(Protocol):
     """What a drafter offers that can learn in stages."""
 
-    def begin_stage(self, half: Any, read: Any, share: float, start: bool = True) -> list[str]: ...
+    def begin_stage(self, half: Any, read: Any, share: float, start: bool = True, exact: bool = True) -> list[str]: ...
 
 
 def begin(drafter: Drafter, stage: Stage, target: Target) -> list[str]:
@@ -43,7 +45,7 @@ def begin(drafter: Drafter, stage: Stage, target: Target) -> list[str]:
     if drafter.num_slots > 2:
         check_branches(target, f"drafter.stage of {drafter.num_slots} slots")
     half = load_drafter(Path(stage.half).expanduser(), target.parts, torch.float32)
-    return drafter.begin_stage(half, partial(read_behind, target), stage.share, stage.start)
+    return drafter.begin_stage(half, partial(read_behind, target), stage.share, stage.start, stage.exact)
 
 
 def read_behind(target: Target, batch: Batch, branches: Tensor, layers: tuple[int, ...]) -> Tensor:

@@ -213,7 +213,7 @@ def slow_labels(half: KForcing, target: Target, text: list[int], noise: Tensor, 
 def self_forced(target: Target, form: str, width: int, read) -> list[bool]:
     """Whether each anchor's labels are those of the slow twin."""
     half, drafter = head(target, width, seed=1, form=form), head(target, 2 * width, form=form, greedy=0.3).train()
-    drafter.begin_stage(half, read, 1.0)
+    drafter.begin_stage(half, read, 1.0, exact=False)
     batch = checks.train_batch(target, drafter)
     labels, found = grid(batch, 2 * width), []
     drawn = drafter.draws(batch, labels)
@@ -250,7 +250,7 @@ def test_a_share_of_rows_learns_from_the_half(target: Target) -> None:
     one = checks.train_batch(target, drafter)
     batches = [replace(one, seed=seed) for seed in range(30)]
     exact = [drafter.draws(batch, grid(batch, 2)) for batch in batches]
-    drafter.begin_stage(half, reader, 0.5)
+    drafter.begin_stage(half, reader, 0.5, exact=False)
     forced = 0
     for batch, plain in zip(batches, exact, strict=True):
         mixed, labels = drafter.draws(batch, grid(batch, 2)), grid(batch, 2)
@@ -271,6 +271,38 @@ def test_a_share_of_rows_learns_from_the_half(target: Target) -> None:
     for seed in range(8):
         whole, alone = (drafter.draws(replace(b, seed=seed), grid(b, 2)).noise[-1] for b in (one, last))
         assert torch.equal(whole, alone)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_known_labels_stay_and_the_half_speaks_behind_them(width: int, target: Target) -> None:
+    """Noise and the target's labels are untouched; behind them a slot counts where the half said every known one."""
+    half, drafter = head(target, width, seed=1), head(target, 2 * width, fresh=0.5, greedy=0.3).train()
+    one = checks.train_batch(target, drafter)
+    batches = [replace(one, seed=seed) for seed in range(40)]
+    exact = [drafter.draws(batch, grid(batch, 2 * width)) for batch in batches]
+    drafter.begin_stage(half, partial(read_behind, target), 1.0)
+    agreed = refused = 0
+    for batch, plain in zip(batches, exact, strict=True):
+        labels = grid(batch, 2 * width)
+        mixed = drafter.draws(batch, labels)
+        assert torch.equal(mixed.noise, plain.noise) and torch.equal(mixed.tau, plain.tau)
+        for b, i in labels.mask[..., 0].nonzero().tolist():
+            known = plain.mask[b, i]
+            assert torch.equal(mixed.labels[b, i][known], plain.labels[b, i][known])
+            if bool(known.eq(labels.mask[b, i]).all()):
+                assert torch.equal(mixed.mask[b, i], known)
+                continue
+            end = int(batch.anchors[b, i]) + 1
+            text = batch.tokens[b, end - 1 - int(batch.positions[b, end - 1]) : end].tolist()
+            said = torch.tensor(slow_labels(half, target, text, plain.noise[b, i], plain.tau[b, i]))
+            if torch.equal(said[known], plain.labels[b, i][known]):
+                assert torch.equal(mixed.mask[b, i], labels.mask[b, i])
+                assert torch.equal(mixed.labels[b, i], said)
+                agreed += 1
+            else:
+                assert torch.equal(mixed.mask[b, i], known)
+                refused += 1
+    assert agreed and refused
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
