@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from checkpoints.engine_entry import PROVENANCE
-from checkpoints.files import atomic, write_json
+from checkpoints.files import write_json, write_text
 from checkpoints.folder import CARD, Whole, drafter_class, save_drafter
 from checkpoints.native_experts import fuse_experts, one_by_one, split_experts
 from checkpoints.native_files import CONFIG, Checkpoint, companions, copy_file, replace_tensors, unquantised
@@ -351,5 +351,4 @@ def claim(out: Path, sources: list[Path], provenance: dict[str, Any] | None) -> 
 def write_card(out: Path, card: str | None) -> None:
     """README.md of a stitched folder, over the target's copy or link; None leaves what is there."""
     if card is not None:
-        with atomic(out / CARD) as temporary:
-            temporary.write_text(card, encoding="utf-8")
+        write_text(out / CARD, card)

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import atomic, fingerprint, read_json, write_json
+from checkpoints.files import fingerprint, read_json, write_json, write_text
 from data.collate import Plan, production_order
 from data.conversations import Conversation
 from data.features import (
@@ -388,8 +388,8 @@ class QueueSource:
         said = (max(passed, self._said[0]), wants)
         if said != self._said:
             self._said = said
-            with atomic(self.folder / f"reader-{who()}.json") as temporary:
-                temporary.write_text(json.dumps(dict(zip(("passed", "wants"), said, strict=True))))
+            content = json.dumps(dict(zip(("passed", "wants"), said, strict=True)))
+            write_text(self.folder / f"reader-{who()}.json", content)
 
     def _wait(self, number: int) -> None:
         alone_since: float | None = None

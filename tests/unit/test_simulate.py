@@ -12,6 +12,7 @@ from eval.decoder import Generation
 from eval.hardware import Parallel, Roofline, load_hardware, slower_network
 from eval.hardware_measured import Measured, StepTable
 from eval.hardware_shapes import layer_drafter, one_layer_drafter, target_shape
+from eval.plots import png
 from eval.scheduler import build
 from eval.serving import SimulateSettings, plot_depth, run
 from eval.simulate import Served, Simulation, Traffic, best_by_concurrency, engine_hints, pareto, ranges
@@ -177,7 +178,7 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG"
     assert read_json(tmp_path / "out" / "simulate.json") == report
     assert set(read_json(tmp_path / "out" / "hints.json")) >= {"vllm", "sglang"}
-    assert plot_depth([point(1, 2)], "x", tmp_path / "one.png").exists()
+    assert png(plot_depth, [point(1, 2)], "x")[:4] == b"\x89PNG"
 
 
 def test_settings_refuse_what_cannot_be() -> None:
