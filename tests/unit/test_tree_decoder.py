@@ -251,8 +251,8 @@ def test_a_node_that_sees_its_sibling_is_seen(llama: Target, monkeypatch: pytest
 def test_columns_that_are_not_moved_are_seen(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = RowCache.keep_nodes
 
-    def first_columns(self: RowCache, nodes: Tensor, counts: list[int], new: int) -> None:
-        keep(self, torch.arange(nodes.shape[1]).expand_as(nodes), counts, new)
+    def first_columns(self: RowCache, nodes: Tensor, counts: list[int]) -> None:
+        keep(self, torch.arange(nodes.shape[1]).expand_as(nodes), counts)
 
     monkeypatch.setattr(RowCache, "keep_nodes", first_columns)
     made = by_tree(llama, toy(llama), TREES["static"], max_new_tokens=20)
