@@ -295,8 +295,8 @@ class QueueSource:
     """Samples of a queue's folder for a trainer (data.module.SampleSource): waits for what is not there yet.
 
     conversations: in the trainer's order. layers: those wanted. parts: run check 4 with this target's head on the first
-    samples. silent_s: the producers' own (None), or another. ValueError when the folder is no queue's, is of another
-    target, of other conversations or the same in another order, or has not the layers.
+    samples. ValueError when the folder is no queue's, is of another target, of other conversations or the same in
+    another order, or has not the layers.
     """
 
     def __init__(
@@ -306,14 +306,13 @@ class QueueSource:
         identity: dict[str, Any],
         layers: Sequence[int],
         parts: TargetParts | None = None,
-        silent_s: float | None = None,
     ) -> None:
         self.folder = Path(folder).resolve()
         header = read_json(self.folder / "header.json")
         if "queue" not in header:
             raise ValueError(f"{folder} is no queue's store: train with batch.features=store")
-        known = header["queue"].get("silent_s", QueueSettings.silent_s)
-        self.silent_s, self.free = known if silent_s is None else silent_s, bool(header["queue"]["free"])
+        self.silent_s: float = header["queue"].get("silent_s", QueueSettings.silent_s)  # the producers' own
+        self.free = bool(header["queue"]["free"])
         if lines := identity_difference(header["identity"], identity):
             raise ValueError(f"{folder} holds features of another target: {'; '.join(lines)}")
         if missing := [layer for layer in layers if layer not in header["layers"]]:
