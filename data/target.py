@@ -33,6 +33,7 @@ from data.packed import PackedLinear, pack_linears, packable
 from data.spread import Together, parallel_arguments
 from data.structure import Anatomy, anatomy
 from drafters.contract import TargetParts, check_layers
+from drafters.layers import outputs_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TRUTH_SHARE = 0.99
@@ -240,7 +241,7 @@ class Target:
         arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": positions}
         if cache is not None:
             arguments[self._cache_name] = cache
-        with _outputs([self._anatomy.layers[i] for i in wanted]) as kept:
+        with outputs_of([self._anatomy.layers[i] for i in wanted], _states) as kept:
             result = self._anatomy.decoder(input_ids=tokens, use_cache=cache is not None, **arguments)
         last = result[0] if isinstance(result, tuple) else result.last_hidden_state
         if not wanted:
@@ -342,20 +343,9 @@ def _is_causal(config: Any) -> bool:
     return type(config) in AutoModelForCausalLM._model_mapping
 
 
-@contextmanager
-def _outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect these layers' outputs during one forward. Layers return a tensor or a tuple that starts with it."""
-    kept: list[Tensor] = []
-
-    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        kept.append(output[0] if isinstance(output, tuple) else output)
-
-    handles = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
+def _states(output: Any) -> Tensor:
+    """A layer's hidden states: layers return a tensor or a tuple that starts with it."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 @contextmanager
