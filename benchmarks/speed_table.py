@@ -35,7 +35,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from checkpoints.engine_run import PYTHON
-from checkpoints.files import atomic, read_json, write_json
+from checkpoints.files import read_json, write_json, write_text
 from checkpoints.folder import architecture_of, load_drafter, save_drafter
 from checkpoints.run import ROOT, machine
 from data.conversations import Prompt
@@ -100,8 +100,7 @@ class Table:
             if rows:
                 lines += ["", f"## {name.capitalize()}", "", markdown_table([list(rows[0]), *map(shown, rows)])]
         lines += ["", *(f"- {note}" for note in self.notes)]
-        with atomic(self.out / "table.md") as temporary:
-            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(self.out / "table.md", "\n".join(lines) + "\n")
 
 
 def shown(row: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from checkpoints.engine_entry import (
     body_config,
     dtype_keys,
     mapped_tensors,
+    only_silu,
     own_tensors,
     sglang_command,
     speculators_config,
@@ -90,9 +91,7 @@ def _mask_file(source: Source) -> dict[str, dict[str, Any]]:
 
 def _refuse(source: Source, *, trained_mask: bool, anchor_first: str | None) -> list[str]:
     """trained_mask: whether the engine can load one. anchor_first: why it cannot draft from the anchor's row."""
-    reasons, layer = [], source.settings["layer"]
-    if layer["hidden_act"] != "silu":
-        reasons.append(f"hidden_act {layer['hidden_act']!r} (only silu)")
+    reasons = only_silu(source)
     if source.scales_embedding:
         reasons.append("the target scales its embedding and the engine hands the drafter unscaled rows")
     if source.settings["block"]["trained_mask"] and not trained_mask:

@@ -13,8 +13,9 @@ from checkpoints.engine_entry import (
     dtype_keys,
     is_default_layers,
     mapped_tensors,
+    only_silu,
     own_tensors,
-    sglang_command,
+    sglang_chain_command,
     speculators_config,
     speculators_entry,
     vllm_entry,
@@ -41,13 +42,8 @@ def _tensors(source: Source) -> dict[str, Tensor]:
     return mapped_tensors(source, own_tensors(source))
 
 
-def _refuse(source: Source) -> list[str]:
-    layer = source.settings["layer"]
-    return [f"hidden_act {layer['hidden_act']!r} (only silu)"] if layer["hidden_act"] != "silu" else []
-
-
 def _refuse_sglang(source: Source) -> list[str]:
-    reasons = _refuse(source)
+    reasons = only_silu(source)
     if source.settings["switches"]["norm_before_residual"]:
         reasons.append("it ignores norm_before_residual and would start the residual before the norm")
     if len(source.whole.declared.layers) == 1:
@@ -112,14 +108,12 @@ def _sglang(source: Source) -> Files:
 
 
 def _command(folder: str, source: Source) -> str:
-    steps = source.whole.declared.num_slots
-    options = f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
-    return sglang_command(folder, source, "EAGLE3", options)
+    return sglang_chain_command(folder, source, "EAGLE3")
 
 
 EAGLE3 = {
-    "vllm": replace(vllm_entry(_refuse, _vllm, SPECULATIVE), weights=True),
-    "vllm_speculators": speculators_entry(_refuse, _speculators, SPECULATIVE),
+    "vllm": replace(vllm_entry(only_silu, _vllm, SPECULATIVE), weights=True),
+    "vllm_speculators": speculators_entry(only_silu, _speculators, SPECULATIVE),
     "sglang": Entry(_refuse_sglang, _sglang, _command),
 }
 
@@ -165,6 +159,6 @@ def _parallel_speculators(source: Source) -> Files:
 
 PARALLEL = {"method": "eagle3", "parallel_drafting": True}
 PEAGLE = {
-    "vllm": replace(vllm_entry(_refuse, _parallel, PARALLEL), weights=True),
-    "vllm_speculators": speculators_entry(_refuse, _parallel_speculators, PARALLEL),
+    "vllm": replace(vllm_entry(only_silu, _parallel, PARALLEL), weights=True),
+    "vllm_speculators": speculators_entry(only_silu, _parallel_speculators, PARALLEL),
 }

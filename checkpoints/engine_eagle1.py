@@ -10,16 +10,15 @@ from checkpoints.engine_entry import (
     Source,
     body_config,
     dtype_keys,
+    only_silu,
     own_tensors,
-    sglang_command,
+    sglang_chain_command,
     vllm_entry,
 )
 
 
 def _refuse(source: Source) -> list[str]:
-    layer, vocabulary, reasons = source.settings["layer"], source.whole.vocabulary, []
-    if layer["hidden_act"] != "silu":
-        reasons.append(f"hidden_act {layer['hidden_act']!r} (only silu)")
+    vocabulary, reasons = source.whole.vocabulary, only_silu(source)
     if not vocabulary.is_full:
         whole = f"{len(vocabulary)} of {vocabulary.target_size} tokens"
         reasons.append(f"the draft vocabulary has {whole}: EAGLE-1 drafts with the target's whole head")
@@ -52,9 +51,7 @@ def _sglang(source: Source) -> Files:
 
 
 def _command(folder: str, source: Source) -> str:
-    steps = source.whole.declared.num_slots
-    options = f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
-    return sglang_command(folder, source, "EAGLE", options)
+    return sglang_chain_command(folder, source, "EAGLE")
 
 
 EAGLE1 = {

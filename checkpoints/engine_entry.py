@@ -121,6 +121,18 @@ def sglang_command(folder: str, source: Source, algorithm: str, options: str) ->
     )
 
 
+def sglang_chain_command(folder: str, source: Source, algorithm: str) -> str:
+    """The same for a drafted chain of the drafter's own slots."""
+    chain = sglang_chain(source.whole.declared.num_slots)
+    return sglang_command(folder, source, algorithm, " ".join(f"--{name} {value}" for name, value in chain.items()))
+
+
+def only_silu(source: Source) -> list[str]:
+    """A reason to refuse where the layers' activation is not the one that engines have."""
+    act = source.settings["layer"]["hidden_act"]
+    return [] if act == "silu" else [f"hidden_act {act!r} (only silu)"]
+
+
 def body_config(source: Source, model_type: str, num_layers: int) -> dict[str, Any]:
     """A config of the draft layers: every size spelled out, nothing left to an engine's default."""
     layer, declared = source.settings["layer"], source.whole.declared

@@ -16,7 +16,7 @@ from checkpoints.engine_entry import (
     both_rope_spellings,
     dtype_keys,
     own_tensors,
-    sglang_command,
+    sglang_chain_command,
     vllm_entry,
 )
 
@@ -62,9 +62,7 @@ def _files(source: Source) -> Files:
 
 
 def _command(folder: str, source: Source) -> str:
-    steps = source.whole.declared.num_slots
-    options = f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
-    return sglang_command(folder, source, "STANDALONE", options)
+    return sglang_chain_command(folder, source, "STANDALONE")
 
 
 def _transformers_command(folder: str, source: Source) -> str:

@@ -21,7 +21,7 @@ from checkpoints.engine_entry import PROVENANCE as PROVENANCE
 from checkpoints.engine_entry import Entry, Files, Source
 from checkpoints.engine_medusa import MEDUSA
 from checkpoints.engine_model import MODEL
-from checkpoints.files import atomic, write_json, write_tensors
+from checkpoints.files import atomic, write_json, write_tensors, write_text
 from checkpoints.folder import CARD, CONFIG, TENSORS
 from checkpoints.layout_block import MASK_FILE
 from checkpoints.native_engine import MTP
@@ -114,8 +114,7 @@ def _write(folder: Path, files: Files, provenance: dict[str, Any], readme: str) 
     for name, content in files.torch_files.items():
         with atomic(folder / name) as temporary:
             torch.save(content, temporary)
-    with atomic(folder / CARD) as temporary:
-        temporary.write_text(readme, encoding="utf-8")
+    write_text(folder / CARD, readme)
     write_json(folder / PROVENANCE, provenance)
     write_json(folder / CONFIG, files.config)
 

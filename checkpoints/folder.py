@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.card import card
-from checkpoints.files import atomic, read_json, read_tensors, sha256_file, write_json, write_tensors
+from checkpoints.files import read_json, read_tensors, sha256_file, write_json, write_tensors, write_text
 from checkpoints.weights import round_weights
 from drafters.contract import Drafter, TargetParts
 from drafters.vocabulary import DraftVocabulary
@@ -99,8 +99,7 @@ def save_drafter(
     vocabulary = drafter.vocabulary
     write_tensors(folder / TENSORS, trained | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, {"format": "pt"})
     declared = _declare(drafter, trained, target_identity, sha256_file(folder / TENSORS), data or {}, measured or {})
-    with atomic(folder / CARD) as temporary:
-        temporary.write_text(card(declared), encoding="utf-8")
+    write_text(folder / CARD, card(declared))
     write_json(folder / CONFIG, asdict(declared))
     return folder
 

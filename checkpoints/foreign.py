@@ -6,25 +6,14 @@ Key by key: every tensor and every setting that changes what the head computes i
 """
 
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from checkpoints.files import read_json
 from checkpoints.folder import CONFIG, FORMAT, drafter_class, load_drafter
 from checkpoints.foreign_block import import_block
-from checkpoints.layout import (
-    KNOWN,
-    Convention,
-    Head,
-    num_features,
-    read_head,
-    rope_of,
-    stated_layers,
-    target_vocabulary,
-    vocabulary_offsets,
-)
+from checkpoints.foreign_parts import check_targets_own, check_tensors, layer_of, own_vocabulary, without_maps
+from checkpoints.layout import KNOWN, Convention, Head, num_features, read_head, stated_layers, stated_slots
 from drafters.contract import Drafter, TargetParts, default_layers
 from drafters.vocabulary import DraftVocabulary
 
@@ -74,10 +63,9 @@ def import_eagle3(
     head = read_head(folder)
     _refuse(head, target)
     layers, place = _layers(head, target, layer_convention)
-    offsets = vocabulary_offsets(head)
-    vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets, target_vocabulary(head))
+    vocabulary = own_vocabulary(head)
     tensors, notes = _own_tensors(head, target, vocabulary)
-    slots = num_slots or _declared_slots(head) or 3
+    slots = num_slots or stated_slots(head) or 3
     own_head = "lm_head.weight" in tensors
     drafter = drafter_class("eagle3")(
         target,
@@ -86,7 +74,7 @@ def import_eagle3(
         layers=layers,
         head="own" if own_head else "target",
         switches=_switches(head),
-        layer=_layer(head),
+        layer=layer_of(head),
     )
     _load(head, drafter, tensors)
     notes = [
@@ -114,12 +102,11 @@ def import_peagle(folder: Path, target: TargetParts, *, num_slots: int | None = 
     if reasons:
         raise ValueError(f"cannot import {head.folder}: " + "; ".join(reasons))
     layers, place = _layers(head, target, None)
-    offsets = vocabulary_offsets(head)
-    vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets, target_vocabulary(head))
+    vocabulary = own_vocabulary(head)
     tensors, notes = _own_tensors(head, target, vocabulary)
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)  # SpecForge writes [1, 1, n]
-    slots = num_slots or _declared_slots(head) or 7
+    slots = num_slots or stated_slots(head) or 7
     drafter = drafter_class("peagle")(
         target,
         vocabulary,
@@ -127,7 +114,7 @@ def import_peagle(folder: Path, target: TargetParts, *, num_slots: int | None = 
         depth=head.body.get("num_hidden_layers", 4),
         layers=layers,
         head="own" if "lm_head.weight" in tensors else "target",
-        layer=_layer(head),
+        layer=layer_of(head),
         mask_rows={"token": int(mask)},
     )
     _load(head, drafter, tensors)
@@ -152,7 +139,7 @@ def import_eagle1(folder: Path, target: TargetParts, *, num_slots: int | None = 
         del tensors[name]  # older files carry what rope gives
     lm_head = tensors.pop("lm_head.weight", None)
     if lm_head is not None:
-        _same_as_the_targets(head, "a head", lm_head, target.head)
+        check_targets_own(head, "a head", lm_head, target.head)
         notes.append("lm_head: equal to the target's, shared")
     slots, bias = num_slots or 5, "fc.bias" in tensors
     drafter = drafter_class("eagle")(
@@ -161,16 +148,10 @@ def import_eagle1(folder: Path, target: TargetParts, *, num_slots: int | None = 
         train_steps=1,
         depth=head.body.get("num_hidden_layers", 1),
         bias=bias,
-        layer=_layer(head),
+        layer=layer_of(head),
     )
     _load(head, drafter, tensors)
     return drafter, ["layout: plain, EAGLE-1", f"{slots} slots", f"fc {'has a' if bias else 'without'} bias", *notes]
-
-
-def _same_as_the_targets(head: Head, what: str, found: Tensor, wanted: Tensor) -> None:
-    shared = wanted.detach().to("cpu", torch.float32)
-    if found.shape != shared.shape or not torch.allclose(found.float(), shared, rtol=1e-2, atol=1e-4):
-        raise ValueError(f"{head.folder} has {what} of its own that is not the target's")
 
 
 def _refuse(head: Head, target: TargetParts) -> None:
@@ -232,14 +213,10 @@ def _own_tensors(
     head: Head, target: TargetParts, vocabulary: DraftVocabulary | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Tensors that our class holds. The maps and an embedding equal to the target's are checked and left out."""
-    tensors, notes = dict(head.tensors), []
-    tensors.pop("d2t", None)
-    t2d = tensors.pop("t2d", None)
-    if t2d is not None and vocabulary is not None and not torch.equal(vocabulary.t2d, t2d.bool()):
-        raise ValueError(f"{head.folder}: d2t and t2d name different tokens")
+    tensors, notes = without_maps(head, vocabulary), []
     embedding = tensors.pop("embed_tokens.weight", None)
     if embedding is not None:
-        _same_as_the_targets(head, "an embedding", embedding, target.embedding)
+        check_targets_own(head, "an embedding", embedding, target.embedding)
         notes.append("embed_tokens: equal to the target's, shared")
     tied = bool(head.body.get("tie_word_embeddings")) and "lm_head.weight" not in tensors
     if tied and embedding is None and not target.config.tie_word_embeddings:
@@ -256,41 +233,8 @@ def _switches(head: Head) -> dict[str, bool]:
     }
 
 
-def _layer(head: Head) -> dict[str, Any]:
-    """Our layer settings; ValueError names a size that the config leaves out."""
-    body = head.body
-    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings")
-    missing = [key for key in needed if body.get(key) is None]
-    if missing:
-        raise ValueError(f"{head.folder / 'config.json'} lacks {', '.join(missing)}")
-    heads = body["num_attention_heads"]
-    return {key: body[key] for key in needed} | {
-        "num_key_value_heads": body.get("num_key_value_heads") or heads,
-        "head_dim": body.get("head_dim") or body["hidden_size"] // heads,
-        "hidden_act": body.get("hidden_act", "silu"),
-        "rope_parameters": rope_of(body),
-    }
-
-
-def _declared_slots(head: Head) -> int | None:
-    methods = (head.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens")
-
-
 def _load(head: Head, drafter: Drafter, tensors: dict[str, Tensor]) -> None:
-    own = drafter.state_dict()
-    missing, left = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
-    if missing or left:
-        raise ValueError(
-            f"{head.folder}: tensor(s) missing: {', '.join(missing) or 'none'}; left over: {', '.join(left) or 'none'}"
-        )
-    wrong = [
-        f"{name} {tuple(tensors[name].shape)} for {tuple(own[name].shape)}"
-        for name in own
-        if tensors[name].shape != own[name].shape
-    ]
-    if wrong:
-        raise ValueError(f"{head.folder}: wrong shape: {', '.join(wrong)}")
+    check_tensors(head, tensors, {name: tuple(own.shape) for name, own in drafter.state_dict().items()})
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1:
         drafter.to(dtypes.pop())

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from checkpoints.folder import drafter_class
-from checkpoints.layout import Head, read_head, rope_of, target_vocabulary, vocabulary_offsets
+from checkpoints.foreign_parts import check_targets_own, check_tensors, layer_of, own_vocabulary, without_maps
+from checkpoints.layout import Head, read_head
 from checkpoints.layout_block import Block, describe, expected_shapes, mask_embedding, refusals
 from drafters.block import spread_layers
 from drafters.contract import Drafter, TargetParts
 from drafters.vocabulary import DraftVocabulary
-
-LAYER = ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings")
 
 
 def import_block(folder: Path, target: TargetParts, *, num_slots: int | None = None) -> tuple[Drafter, list[str]]:
@@ -34,8 +33,7 @@ def import_block(folder: Path, target: TargetParts, *, num_slots: int | None = N
         raise ValueError(f"{head.folder} states no block_size; pass num_slots")
     if num_slots is not None and num_slots != slots:
         raise ValueError(f"{head.folder} was trained for {slots} slots, num_slots is {num_slots}")
-    offsets = vocabulary_offsets(head)
-    vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets, target_vocabulary(head))
+    vocabulary = own_vocabulary(head)
     tensors, notes = _own_tensors(head, block, target, vocabulary)
     arguments: dict[str, Any] = {"head": block.head} if block.head else {}
     drafter = drafter_class(block.kind)(
@@ -44,7 +42,7 @@ def import_block(folder: Path, target: TargetParts, *, num_slots: int | None = N
         num_slots=slots,
         layers=layers,
         slot_convention=block.slot_convention,
-        layer=_layer(head),
+        layer=layer_of(head),
         block=_block(block, "mask_embedding" in tensors),
         **arguments,
     )
@@ -101,54 +99,21 @@ def _own_tensors(
     head: Head, block: Block, target: TargetParts, vocabulary: DraftVocabulary | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Tensors that our class holds. Maps, and copies of the target's embedding and head, are checked and left out."""
-    tensors, notes = dict(head.tensors), []
-    tensors.pop("d2t", None)
-    t2d = tensors.pop("t2d", None)
-    if t2d is not None and vocabulary is not None and not torch.equal(vocabulary.t2d, t2d.bool()):
-        raise ValueError(f"{head.folder}: d2t and t2d name different tokens")
+    tensors, notes = without_maps(head, vocabulary), []
     rows = slice(None) if vocabulary is None else vocabulary.ids
     shared = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head[rows]}
     for name, own in shared.items():
         found = tensors.pop(name, None)
         if found is None:
             continue
-        wanted = own.detach().to("cpu", torch.float32)
-        if found.shape != wanted.shape or not torch.allclose(found.float(), wanted, rtol=1e-2, atol=1e-4):
-            raise ValueError(f"{head.folder} has {name} of its own that is not the target's")
+        check_targets_own(head, name, found, own)
         notes.append(f"{name}: equal to the target's, shared")
-    wanted_shapes = expected_shapes(head, block)
-    missing, left = sorted(set(wanted_shapes) - set(tensors)), sorted(set(tensors) - set(wanted_shapes))
-    if missing or left:
-        raise ValueError(
-            f"{head.folder}: tensor(s) missing: {', '.join(missing) or 'none'}; left over: {', '.join(left) or 'none'}"
-        )
-    wrong = [
-        f"{name} {tuple(tensors[name].shape)} for {shape}"
-        for name, shape in wanted_shapes.items()
-        if tuple(tensors[name].shape) != shape
-    ]
-    if wrong:
-        raise ValueError(f"{head.folder}: wrong shape: {', '.join(wrong)}")
+    check_tensors(head, tensors, expected_shapes(head, block))
     row = mask_embedding(head.folder, block.mask_token)
     if row is not None:
         tensors["mask_embedding"] = row.to(head.tensors["fc.weight"].dtype)
         notes.append("mask rows: an embedding of their own")
     return tensors, notes
-
-
-def _layer(head: Head) -> dict[str, Any]:
-    """Our layer settings; ValueError names a size that the config leaves out."""
-    body = head.body
-    missing = [key for key in LAYER if body.get(key) is None]
-    if missing:
-        raise ValueError(f"{head.folder / 'config.json'} lacks {', '.join(missing)}")
-    heads = body["num_attention_heads"]
-    return {key: body[key] for key in LAYER} | {
-        "num_key_value_heads": body.get("num_key_value_heads") or heads,
-        "head_dim": body.get("head_dim") or body["hidden_size"] // heads,
-        "hidden_act": body.get("hidden_act", "silu"),
-        "rope_parameters": rope_of(body),
-    }
 
 
 def _block(block: Block, trained_mask: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from checkpoints.files import index_of, read_json, read_tensors
 from checkpoints.folder import FORMAT
 from checkpoints.weights import PACKED, unpack_weights
 
+Shapes = dict[str, tuple[int, ...]]
 Convention = Literal["outputs", "blocks_applied"]
 Family = Literal["eagle3", "block", "peagle", "medusa", "eagle1", "model"]
 CONVENTIONS = ("outputs", "blocks_applied")
@@ -164,16 +165,21 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return read_tensors(path)
+    found = read_pickled(path)
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{path} is no dictionary of tensors")
+    return found
+
+
+def read_pickled(path: Path) -> Any:
+    """What torch.save wrote, without running code: tensors, numbers and containers. ValueError for any other pickle."""
     try:
         # weights_only refuses every pickle that would run code; a plain state dict needs none.
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{path} is no plain dictionary of tensors, and other pickles are not opened: {error}"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{path} is no dictionary of tensors")
-    return found
 
 
 def vocabulary_offsets(head: Head) -> Tensor | None:
@@ -268,6 +274,12 @@ def num_features(head: Head) -> int:
     return fc.shape[1] // width
 
 
+def stated_slots(head: Head) -> int | None:
+    """Tokens to draft as speculators write them; None in other layouts."""
+    methods = (head.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens")
+
+
 def rope_of(body: dict[str, Any]) -> dict[str, Any]:
     """rope_parameters of a layer config in either spelling; the type's old key `type` becomes rope_type."""
     rope = dict(body.get("rope_parameters") or body.get("rope_scaling") or {})
@@ -277,3 +289,20 @@ def rope_of(body: dict[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", body.get("rope_theta", 10000.0))
     return rope
+
+
+def layer_shapes(body: dict[str, Any], reads: int) -> Shapes:
+    """Names and shapes of a Llama layer of a config's sizes, whose attention reads inputs `reads` wide."""
+    size, inner, heads = body["hidden_size"], body["intermediate_size"], body["num_attention_heads"]
+    width, groups = body.get("head_dim") or size // heads, body.get("num_key_value_heads") or heads
+    return {
+        "input_layernorm.weight": (size,),
+        "post_attention_layernorm.weight": (size,),
+        "self_attn.q_proj.weight": (heads * width, reads),
+        "self_attn.k_proj.weight": (groups * width, reads),
+        "self_attn.v_proj.weight": (groups * width, reads),
+        "self_attn.o_proj.weight": (size, heads * width),
+        "mlp.gate_proj.weight": (inner, size),
+        "mlp.up_proj.weight": (inner, size),
+        "mlp.down_proj.weight": (size, inner),
+    }

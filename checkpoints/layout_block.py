@@ -5,15 +5,13 @@ Layouts: z-lab's, SpecForge's and DeepSpec's with flat or nested keys, transform
 Every setting that changes what the head computes is taken here, or named in `refusals`.
 """
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from checkpoints.layout import Head
+from checkpoints.layout import Head, Shapes, layer_shapes, read_pickled, stated_slots
 
 MASK_FILE = "mask_embedding.pt"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -26,7 +24,6 @@ NEUTRAL = {
     "final_logit_softcapping": 0.0,
     "attention_value_scale": 1.0,
 }
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -115,12 +112,6 @@ def _rows(head: Head, convention: str) -> int | None:
     return None if rows is None else int(rows)
 
 
-def stated_slots(head: Head) -> int | None:
-    """Tokens to draft as speculators write them; None in other layouts."""
-    methods = (head.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens")
-
-
 def _layers(head: Head) -> tuple[list[int] | None, list[int] | None]:
     if head.layout == "speculators":
         written = head.config.get("aux_hidden_state_layer_ids")
@@ -188,22 +179,9 @@ def expected_shapes(head: Head, block: Block) -> Shapes:
     missing = [key for key in needed if not isinstance(body.get(key), int)]
     if missing:
         raise ValueError(f"{head.folder / 'config.json'} lacks {', '.join(missing)}")
-    size, inner, heads = body["hidden_size"], body["intermediate_size"], body["num_attention_heads"]
-    width = body.get("head_dim") or size // heads
-    groups = body.get("num_key_value_heads") or heads
-    layer: Shapes = {
-        "input_layernorm.weight": (size,),
-        "post_attention_layernorm.weight": (size,),
-        "self_attn.q_proj.weight": (heads * width, size),
-        "self_attn.k_proj.weight": (groups * width, size),
-        "self_attn.v_proj.weight": (groups * width, size),
-        "self_attn.o_proj.weight": (size, heads * width),
-        "self_attn.q_norm.weight": (width,),
-        "self_attn.k_norm.weight": (width,),
-        "mlp.gate_proj.weight": (inner, size),
-        "mlp.up_proj.weight": (inner, size),
-        "mlp.down_proj.weight": (size, inner),
-    }
+    size = body["hidden_size"]
+    width = body.get("head_dim") or size // body["num_attention_heads"]
+    layer = layer_shapes(body, size) | {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,)}
     if block.kind == "dflash2":
         taps, group = block.head["taps"], block.head["group"]
         for name in ("attention_conv", "mlp_conv"):
@@ -255,12 +233,7 @@ def mask_embedding(folder: Path, mask_token: int | None) -> Tensor | None:
     path = Path(folder) / MASK_FILE
     if not path.exists():
         return None
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path} is no plain dictionary of tensors, and other pickles are not opened: {error}"
-        ) from error
+    found = read_pickled(path)
     row = found.get("embedding") if isinstance(found, dict) else found
     if not isinstance(row, Tensor):
         raise ValueError(f"{path} holds no embedding")

@@ -14,7 +14,7 @@ from checkpoints.engine_entry import is_default_layers
 from checkpoints.engines import ENGINES
 from checkpoints.layout import KNOWN, Head, num_features, read_head, stated_layers, target_vocabulary
 from checkpoints.lint_block import lint_block
-from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
+from checkpoints.lint_common import Finding, Level, dtypes, misshapen, missing, positions, rope_spelling, vocabulary_map
 from checkpoints.lint_heads import lint_eagle1, lint_medusa, lint_model, lint_peagle
 from checkpoints.native_lint import carries_native, lint_native
 from drafters.contract import default_layers
@@ -114,9 +114,7 @@ def _names(head: Head, engine: str) -> list[Finding]:
         needed |= {f"fc_norm.{i}.weight" for i in range(count)}
     if head.setting("norm_before_fc"):
         needed.add("input_norm.weight")
-    found += [
-        Finding("wrong", f"{name} is missing and stays at its random or unit start") for name in sorted(needed - names)
-    ]
+    found += missing(head, sorted(needed))
     if not head.setting("fc_norm") and any(name.startswith("fc_norm.") for name in names):
         found.append(
             Finding("refused" if engine != "sglang" else "wrong", "fc_norm tensors are there, but fc_norm is off")
@@ -219,7 +217,7 @@ def _shapes(head: Head) -> list[Finding]:
         found.append(Finding("note", f"head_dim is missing: engines take hidden_size / heads = {hidden / heads:g}"))
     width = body.get("head_dim") or hidden // heads
     groups = body.get("num_key_value_heads") or heads
-    inner = body.get("intermediate_size")
+    inner: Any = body.get("intermediate_size")
     wanted = {
         "midlayer.self_attn.q_proj.weight": (heads * width, 2 * hidden),
         "midlayer.self_attn.k_proj.weight": (groups * width, 2 * hidden),
@@ -228,10 +226,7 @@ def _shapes(head: Head) -> list[Finding]:
         "midlayer.mlp.down_proj.weight": (hidden, inner),
         "norm.weight": (hidden,),
     }
-    for name, shape in wanted.items():
-        if name in head.tensors and tuple(head.tensors[name].shape) != shape:
-            found.append(Finding("refused", f"{name} is {tuple(head.tensors[name].shape)}, config.json gives {shape}"))
-    return found
+    return found + misshapen(head, wanted)
 
 
 def _switches(head: Head, engine: str) -> list[Finding]:

@@ -5,7 +5,7 @@ Names and shapes are compared with the engine's own parameters, which follow fro
 
 from transformers import PretrainedConfig
 
-from checkpoints.layout import Head, target_vocabulary
+from checkpoints.layout import Head, stated_slots, target_vocabulary
 from checkpoints.layout_block import (
     MASK_FILE,
     Block,
@@ -14,9 +14,8 @@ from checkpoints.layout_block import (
     mask_embedding,
     refusals,
     setting,
-    stated_slots,
 )
-from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
+from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, tensor_faults, vocabulary_map
 from drafters.block import spread_layers
 
 DFLASH, DFLASH2, DSPARK = ("DFlashDraftModel",), ("DFlash2DraftModel",), ("Qwen3DSparkModel", "Qwen3OmniDSparkModel")
@@ -94,12 +93,7 @@ def _tensors(head: Head, block: Block, engine: str) -> list[Finding]:
         silent = engine == "sglang" or written.endswith(".bias")
         text = "skipped without a word" if silent else "no parameter of the engine"
         found.append(Finding("wrong" if silent else "refused", f"{written} is {text}"))
-    for name, shape in wanted.items():
-        if name not in head.tensors:
-            found.append(Finding("wrong", f"{name} is missing and stays at its random or unit start"))
-        elif tuple(head.tensors[name].shape) != shape:
-            got = tuple(head.tensors[name].shape)
-            found.append(Finding("refused", f"{name} is {got}, config.json gives {shape}"))
+    found += tensor_faults(head, wanted)
     for name in sorted(set(wanted) & set(head.tensors)):
         own = OWN_NAMES.get(name, name) if engine == "transformers" else name
         written = head.written.get(name, name)

@@ -1,12 +1,13 @@
 """Findings, and the checks that every family of drafters shares."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
 
-from checkpoints.layout import Head, map_is_absolute
+from checkpoints.layout import Head, Shapes, map_is_absolute
 
 Level = Literal["refused", "wrong", "note"]
 
@@ -17,6 +18,27 @@ class Finding:
 
     level: Level
     text: str
+
+
+def missing(head: Head, names: Iterable[str]) -> list[Finding]:
+    """Tensors that an engine has and the head does not."""
+    text = "is missing and stays at its random or unit start"
+    return [Finding("wrong", f"{name} {text}") for name in names if name not in head.tensors]
+
+
+def misshapen(head: Head, wanted: Shapes) -> list[Finding]:
+    """Tensors of another shape than an engine's own parameters."""
+    there = {name: tuple(head.tensors[name].shape) for name in wanted if name in head.tensors}
+    return [
+        Finding("refused", f"{name} is {shape}, config.json gives {wanted[name]}")
+        for name, shape in there.items()
+        if shape != wanted[name]
+    ]
+
+
+def tensor_faults(head: Head, wanted: Shapes) -> list[Finding]:
+    """Names and shapes of the tensors against an engine's own parameters."""
+    return missing(head, wanted) + misshapen(head, wanted)
 
 
 def vocabulary_map(d2t: torch.Tensor, t2d: torch.Tensor | None, rows: int, size: int) -> list[Finding]:

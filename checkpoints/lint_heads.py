@@ -4,10 +4,8 @@ model."""
 from transformers import AutoConfig, PretrainedConfig
 
 from checkpoints.engine_model import name_of, skeleton
-from checkpoints.layout import Head, target_vocabulary
-from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, vocabulary_map
-
-Shapes = dict[str, tuple[int, ...]]
+from checkpoints.layout import Head, Shapes, layer_shapes, target_vocabulary
+from checkpoints.lint_common import Finding, Level, dtypes, positions, rope_spelling, tensor_faults, vocabulary_map
 
 
 def _against(head: Head, wanted: Shapes, optional: set[str]) -> list[Finding]:
@@ -15,36 +13,12 @@ def _against(head: Head, wanted: Shapes, optional: set[str]) -> list[Finding]:
     found = []
     for name in sorted(set(head.tensors) - set(wanted) - optional):
         found.append(Finding("refused", f"{head.written.get(name, name)} is no parameter of the engine"))
-    for name, shape in wanted.items():
-        if name not in head.tensors:
-            found.append(Finding("wrong", f"{name} is missing and stays at its random or unit start"))
-        elif tuple(head.tensors[name].shape) != shape:
-            got = tuple(head.tensors[name].shape)
-            found.append(Finding("refused", f"{name} is {got}, config.json gives {shape}"))
-    return found
+    return found + tensor_faults(head, wanted)
 
 
 def _sizes(head: Head, keys: tuple[str, ...]) -> list[Finding]:
     missing = [key for key in keys if not isinstance(head.body.get(key), int)]
     return [Finding("refused", f"config.json lacks {', '.join(missing)}")] if missing else []
-
-
-def _layer_shapes(head: Head, reads: int) -> Shapes:
-    """A Llama layer whose attention reads inputs `reads` wide."""
-    body = head.body
-    size, inner, heads = body["hidden_size"], body["intermediate_size"], body["num_attention_heads"]
-    width, groups = body.get("head_dim") or size // heads, body.get("num_key_value_heads") or heads
-    return {
-        "input_layernorm.weight": (size,),
-        "post_attention_layernorm.weight": (size,),
-        "self_attn.q_proj.weight": (heads * width, reads),
-        "self_attn.k_proj.weight": (groups * width, reads),
-        "self_attn.v_proj.weight": (groups * width, reads),
-        "self_attn.o_proj.weight": (size, heads * width),
-        "mlp.gate_proj.weight": (inner, size),
-        "mlp.up_proj.weight": (inner, size),
-        "mlp.down_proj.weight": (size, inner),
-    }
 
 
 # P-EAGLE
@@ -73,7 +47,7 @@ def _peagle_shapes(head: Head) -> Shapes:
     wide = size * _features(head)
     shapes: Shapes = {"fc.weight": (size, wide), "mask_hidden": (1, wide), "norm.weight": (size,)}
     for i in range(head.body["num_hidden_layers"]):
-        layer = _layer_shapes(head, size if i else 2 * size)
+        layer = layer_shapes(head.body, size if i else 2 * size)
         if i == 0:
             layer["hidden_norm.weight"] = (size,)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -187,7 +161,7 @@ def lint_eagle1(head: Head, engine: str, target: PretrainedConfig | None) -> lis
 def _eagle1_shapes(head: Head) -> Shapes:
     shapes: Shapes = {"fc.weight": (head.body["hidden_size"], 2 * head.body["hidden_size"])}
     for i in range(head.body["num_hidden_layers"]):
-        layer = _layer_shapes(head, head.body["hidden_size"])
+        layer = layer_shapes(head.body, head.body["hidden_size"])
         if i == 0:
             del layer["input_layernorm.weight"]
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}

@@ -5,7 +5,7 @@ tensors replaced in place: an untouched head gives the same bytes, a trained one
 target without a native head gets one in MiMo's layout (checkpoints/native_wrap.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from checkpoints.engine_entry import PROVENANCE
-from checkpoints.files import atomic, write_json
+from checkpoints.files import write_json, write_text
 from checkpoints.folder import CARD, Whole, drafter_class, save_drafter
 from checkpoints.native_experts import fuse_experts, one_by_one, split_experts
 from checkpoints.native_files import CONFIG, Checkpoint, companions, copy_file, replace_tensors, unquantised
@@ -142,7 +142,10 @@ def extract(
             f"{', '.join(MODEL_TYPES)}); train a fresh one and stitch it in"
         )
     unquantised(checkpoint, native.names, "extract")
-    _same_copies(checkpoint, native)
+    for name, own, what in other_copies(checkpoint, native):
+        raise ValueError(
+            f"{checkpoint.folder}: {name} differs from {own}; our drafter shares the target's {what}, as engines do"
+        )
     state = served(native.layout, engine)
     count = len(native.modules)
     settings = {
@@ -180,13 +183,12 @@ def shared_keys(checkpoint: Checkpoint, native: Native) -> str:
     return "kv" if indexed and checkpoint.text.get("index_share_for_mtp_iteration") else "none"
 
 
-def _same_copies(checkpoint: Checkpoint, native: Native) -> None:
+def other_copies(checkpoint: Checkpoint, native: Native) -> Iterator[tuple[str, str, str]]:
+    """(name, the target's own name, embedding or head) of the head's copies that differ from the target's."""
     for name, what in sorted(native.copies.items()):
         own = checkpoint.embedding() if what == "embedding" else checkpoint.head()
         if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(own)):
-            raise ValueError(
-                f"{checkpoint.folder}: {name} differs from {own}; our drafter shares the target's {what}, as engines do"
-            )
+            yield name, own, what
 
 
 def read_own(checkpoint: Checkpoint, native: Native) -> dict[str, Tensor]:
@@ -351,5 +353,4 @@ def claim(out: Path, sources: list[Path], provenance: dict[str, Any] | None) -> 
 def write_card(out: Path, card: str | None) -> None:
     """README.md of a stitched folder, over the target's copy or link; None leaves what is there."""
     if card is not None:
-        with atomic(out / CARD) as temporary:
-            temporary.write_text(card, encoding="utf-8")
+        write_text(out / CARD, card)

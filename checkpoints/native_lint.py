@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import torch
-
 from checkpoints.files import read_json
 from checkpoints.lint_common import Finding
-from checkpoints.native import Native, find_native, shared_keys
+from checkpoints.native import Native, find_native, other_copies, shared_keys
 from checkpoints.native_files import CONFIG, Checkpoint, header, unquantised
 from checkpoints.native_layouts import declared_modules, layout_of
 from checkpoints.target_files import EMBEDDINGS, INDEX, SINGLE
@@ -71,10 +69,10 @@ def _tensors(checkpoint: Checkpoint, native: Native) -> list[Finding]:
     if quantised and not left_out:
         text = f"the target is quantised and its head is not, but {', '.join(EXCEPTIONS)} leave nothing out"
         found.append(Finding("wrong", f"{text}: the engine builds the head quantised"))
-    for name, what in sorted(native.copies.items()):
-        own = checkpoint.embedding() if what == "embedding" else checkpoint.head()
-        if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(own)):
-            found.append(Finding("wrong", f"{name} differs from {own}; engines use the target's"))
+    found += [
+        Finding("wrong", f"{name} differs from {own}; engines use the target's")
+        for name, own, _ in other_copies(checkpoint, native)
+    ]
     return found
 
 

@@ -99,19 +99,6 @@ class AnswerReport:
         """All counts, without the ids."""
         return {name: value for name, value in asdict(self).items() if name != "ids"}
 
-    def lines(self) -> list[str]:
-        """The report in words, one line a fact."""
-        rate = f", {self.tokens / self.seconds:.0f} tokens/s" if self.seconds and self.tokens else ""
-        ends = ", ".join(f"{count} by {reason}" for reason, count in sorted(self.finish.items()))
-        lines = [
-            f"{self.asked} answers: {self.written} written, {self.reused} there before{rate}; ended: {ends or '-'}"
-        ]
-        lines += [f"{count} prompts dropped: {reason}" for reason, count in sorted(self.dropped.items())]
-        if self.errors:
-            name, error = next(iter(self.errors.items()))
-            lines.append(f"{len(self.errors)} failed (run again to retry), the first, {name}: {error}")
-        return lines
-
 
 def answer(
     prompts: Sequence[Prompt],

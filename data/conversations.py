@@ -65,21 +65,11 @@ class Report:
     thinking: bool | None = None
     first_refusal: str | None = None
 
-    def drop(self, reason: str, rows: int = 1) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + rows
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def lines(self) -> list[str]:
-        """The report in words, one line a fact."""
-        lines = [f"{self.read} rows read, {self.kept} kept, {self.truncated} cut to length"]
-        if self.tokens:
-            lines.append(f"{self.tokens} tokens, {self.answer_tokens} of them in answers")
-        lines += [f"{rows} dropped: {reason}" for reason, rows in sorted(self.dropped.items())]
-        if self.first_refusal:
-            lines.append(f"first refused by the chat template: {self.first_refusal}")
-        return lines
 
 
 def read_prompts(

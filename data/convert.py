@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from data.conversations import Conversation
-from data.features import FeatureStore, feature_range, fill, new_header, only_writer, same_header, with_top
-from data.layout import Sample, StoreSettings, plan_of
+from data.features import FeatureStore, check_ranges, new_header, with_top, write_store
+from data.layout import Sample, StoreSettings
 from data.target import DTYPES, Target
 
 
@@ -43,20 +43,13 @@ def convert(
     ]
     header = new_header(old.header["identity"], DTYPES[old.header["target_dtype"]], conversations, old.layers, layout)
     header |= {"batch_tokens": old.header["batch_tokens"], "shard_bytes": shard_bytes}
-    plan = plan_of(conversations, layout, shard_bytes)
-    header["shards"] = len(plan)
 
     def make(start: int, stop: int) -> Iterator[tuple[int, Sample]]:
         for index in range(start, stop):
             sample = old[index]
-            for place, layer in enumerate(old.layers):
-                feature_range(sample.aux[:, place], layout.aux_dtype, f"{sample.id}: output of layer {layer}")
-            feature_range(sample.last, layout.last_dtype, f"{sample.id}: last hidden state")
+            check_ranges(sample.id, sample.aux, sample.last, old.layers, layout)
             sample = replace(sample, last=sample.last.to(layout.last_dtype))
             yield index - start, with_top(sample, target.parts, layout.topk)
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with only_writer(Path(folder)):
-        same_header(Path(folder), header)
-        fill(Path(folder), header, conversations, plan, make, None)
+    write_store(Path(folder), header, conversations, make)
     return FeatureStore.open(folder, target.identity, None, "lazy", target.parts)

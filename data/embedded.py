@@ -63,6 +63,13 @@ def embedded_folder(root: Path | None = None) -> Path:
     return folder
 
 
+def target_source(name: str) -> str:
+    """The folder or hub id that a target's name stands for; a folder's whole path."""
+    source = str(embedded_folder()) if name == EMBEDDED else name
+    folder = Path(source).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else source
+
+
 def hub_reachable() -> bool:
     """Whether the model hub answers within three seconds; False when HF_HUB_OFFLINE is set."""
     if constants.HF_HUB_OFFLINE:

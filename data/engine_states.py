@@ -12,7 +12,6 @@ Letters in shapes: T tokens, L captured layers, D hidden width, E extracted laye
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +26,9 @@ from checkpoints.files import read_tensors
 from checkpoints.lint import LAYER_IDS
 from checkpoints.redact import hide
 from data.conversations import Conversation
-from data.features import feature_range, readout, with_top
+from data.features import sample_of
 from data.layout import Sample, StoreSettings
+from data.server import check_address, key_headers
 from data.target import Target, feature_truth
 
 COSINE = 0.999
@@ -52,13 +52,7 @@ class EngineSettings:
     api_key_env: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"features.server.base_url must start with http:// or https://, got {self.base_url!r}")
-        if "@" in self.base_url.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "features.server.base_url holds credentials: put the key into an environment variable and name that in "
-                "api_key_env"
-            )
+        check_address("features.server", self.base_url)
         if self.concurrency < 1:
             raise ValueError(f"features.server.concurrency must be at least 1, got {self.concurrency}")
 
@@ -96,8 +90,7 @@ class Engine:
         layers: Sequence[int],
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = key_headers(settings.api_key_env)
         self.settings, self.target, self.layers = settings, target, list(layers)
         self.ids = engine_layers(layers, target.identity["num_layers"])
         self.folder = Path(settings.folder).resolve()
@@ -206,21 +199,9 @@ class Engine:
         with ThreadPoolExecutor(self.settings.concurrency) as pool:
             shown = pool.map(self.features, [one.tokens for one in conversations])
             for index, (one, (aux, last, token)) in enumerate(zip(conversations, shown, strict=True)):
-                top1, lse = readout(self.target, last)
-                for place, layer in enumerate(self.layers):
-                    feature_range(aux[:, place], layout.aux_dtype, f"{one.id}: output of layer {layer}")
-                feature_range(last, layout.last_dtype, f"{one.id}: last hidden state")
+                sample = sample_of(self.target, one, aux, last, self.layers, layout)
                 self._follow(last[-1:], token)
-                sample = Sample(
-                    id=one.id,
-                    tokens=torch.tensor(one.tokens),
-                    turns=torch.tensor(one.turns),
-                    aux=aux.to(layout.aux_dtype).cpu(),
-                    last=last.to(layout.last_dtype).cpu(),
-                    top1=top1.cpu(),
-                    lse=lse.cpu(),
-                )
-                yield index, with_top(sample, self.target.parts, layout.topk)
+                yield index, sample
 
     def _follow(self, last: Tensor, token: int) -> None:
         """Keep a conversation's last state [1, D] and the server's next token, over shards; compare once enough are

@@ -7,14 +7,14 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from checkpoints.target_files import config_of
 from data.conversations import Conversation
-from data.embedded import EMBEDDED, embedded_folder
+from data.embedded import target_source
 from data.features import estimate_bytes
 from data.layout import StoreSettings
-from data.target import TargetSettings
+from data.target import TargetSettings, declared_ids
 
 TOPK = 32
 WAYS = (
@@ -64,18 +64,12 @@ class TargetCard:
     @classmethod
     def load(cls, asked: TargetSettings) -> Self:
         """From a folder or the hub; no weights are read."""
-        source = str(embedded_folder()) if asked.name == EMBEDDED else asked.name
+        source = target_source(asked.name)
         hub: dict[str, Any] = {"revision": asked.revision, "trust_remote_code": asked.trust_remote_code}
         config = config_of(source, **hub).get_text_config(decoder=True)
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
-        try:
-            declared = GenerationConfig.from_pretrained(source, revision=asked.revision or "main").eos_token_id
-        except OSError:  # a folder without generation_config.json
-            declared = None
-        declared = config.eos_token_id if declared is None else declared
-        ids = {*(declared if isinstance(declared, (list, tuple)) else [declared]), tokenizer.eos_token_id}
         shape = Shape(asked.name, config.hidden_size, config.num_hidden_layers, config.vocab_size)
-        return cls(shape, tokenizer, tuple(sorted(int(i) for i in ids if i is not None)))
+        return cls(shape, tokenizer, declared_ids(source, config, tokenizer, asked.revision))
 
 
 def size_table(

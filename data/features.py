@@ -68,34 +68,32 @@ def observe(
     feature is not finite or overflows the dtype.
     """
     layout = StoreSettings.of(dtype).layout(len(layers), target.identity["hidden_size"], target.dtype)
-    kept, kept_last = layout.aux_dtype, layout.last_dtype
     for indices in length_batches([len(one.tokens) for one in conversations], batch_tokens):
         chosen = [conversations[i] for i in indices]
         tokens, mask = _padded([one.tokens for one in chosen])
         features = target.forward(tokens, layers, mask)
         for row, (index, one) in enumerate(zip(indices, chosen, strict=True)):
             length = len(one.tokens)
-            last, aux = features.last[row, :length], features.aux[row, :length]
-            for place, layer in enumerate(layers):
-                feature_range(aux[:, place], kept, f"{one.id}: output of layer {layer}")
-            feature_range(last, kept_last, f"{one.id}: last hidden state")
-            top1, lse = readout(target, last)
-            yield (
-                index,
-                with_top(
-                    Sample(
-                        id=one.id,
-                        tokens=tokens[row, :length].clone(),
-                        turns=torch.tensor(one.turns, dtype=torch.int64),
-                        aux=aux.to(kept).cpu(),
-                        last=last.to(kept_last).cpu(),
-                        top1=top1.cpu(),
-                        lse=lse.cpu(),
-                    ),
-                    target.parts,
-                    layout.topk,
-                ),
-            )
+            yield index, sample_of(target, one, features.aux[row, :length], features.last[row, :length], layers, layout)
+
+
+def sample_of(
+    target: Target, one: Conversation, aux: Tensor, last: Tensor, layers: Sequence[int], layout: Layout
+) -> Sample:
+    """A conversation's Sample, on the CPU, from what its target showed: aux [T, L, D] of these layers, last [T, D]
+    after the final norm. ValueError when a feature is not finite or overflows the layout's dtypes."""
+    check_ranges(one.id, aux, last, layers, layout)
+    top1, lse = readout(target, last)
+    made = Sample(
+        id=one.id,
+        tokens=torch.tensor(one.tokens),
+        turns=torch.tensor(one.turns),
+        aux=aux.to(layout.aux_dtype).cpu(),
+        last=last.to(layout.last_dtype).cpu(),
+        top1=top1.cpu(),
+        lse=lse.cpu(),
+    )
+    return with_top(made, target.parts, layout.topk)
 
 
 def capture(
@@ -122,18 +120,32 @@ def capture(
     layout = asked.layout(len(layers), target.identity["hidden_size"], target.dtype)
     header = new_header(target.identity, target.dtype, conversations, layers, layout)
     header |= {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes}
-    plan = plan_of(conversations, layout, shard_bytes)
+
+    def make(start: int, stop: int) -> Iterator[tuple[int, Sample]]:
+        return observe(target, conversations[start:stop], layers, batch_tokens, asked)
+
+    write_store(folder, header, conversations, make, progress, lambda: probe(target, conversations, layout))
+    return FeatureStore.open(folder, target.identity, None, verify="lazy", parts=target.parts)
+
+
+def write_store(
+    folder: Path,
+    header: dict[str, Any],
+    conversations: Sequence[Conversation],
+    make: Callable[[int, int], Iterable[tuple[int, Sample]]],
+    progress: Callable[[int], None] | None = None,
+    check: Callable[[], Any] | None = None,
+) -> None:
+    """Fill a folder that nobody else writes, or go on with one of the same header. make, progress: as in `fill`. check:
+    called before the first shard. ValueError as only_writer and same_header."""
+    plan = plan_of(conversations, Layout.read(header), header["shard_bytes"])
     header["shards"] = len(plan)
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         same_header(folder, header)
-        probe(target, conversations, layout)
-
-        def make(start: int, stop: int) -> Iterator[tuple[int, Sample]]:
-            return observe(target, conversations[start:stop], layers, batch_tokens, asked)
-
+        if check is not None:
+            check()
         fill(folder, header, conversations, plan, make, progress)
-    return FeatureStore.open(folder, target.identity, None, verify="lazy", parts=target.parts)
 
 
 def fill(
@@ -264,24 +276,23 @@ class FeatureStore:
         shard, start, stop = self._where(index)
         return shard.text(start, stop)
 
-    def check_truth(self, parts: TargetParts, positions: int = LOAD_SAMPLE) -> float:
-        """Check 4 on a sample, as it is read back: conversations spread over the store, until `positions` are read.
-        Returns the share.
+    def check_truth(self, parts: TargetParts) -> float:
+        """Check 4 on a sample, as it is read back: conversations spread over the store. Returns the share.
 
         A store of top-k tokens has no hidden state to put through the head: there the most likely token must be top1
         and its probabilities those of a distribution, which shows damage but not another target's head.
         """
-        step = max(1, len(self) // max(1, positions // 64))
-        return self.check_truth_of(range(0, len(self), step), parts, positions)
+        step = max(1, len(self) // (LOAD_SAMPLE // 64))
+        return self.check_truth_of(range(0, len(self), step), parts)
 
-    def check_truth_of(self, indices: Iterable[int], parts: TargetParts, positions: int = LOAD_SAMPLE) -> float:
-        """Check 4 on these conversations, until `positions` are read."""
+    def check_truth_of(self, indices: Iterable[int], parts: TargetParts) -> float:
+        """Check 4 on these conversations, until LOAD_SAMPLE positions are read."""
         found, read = [], 0
         for index in indices:
             shard, start, stop = self._where(index)
             found.append(shard.taught(start, stop))
             read += len(found[-1]["top1"])
-            if read >= positions:
+            if read >= LOAD_SAMPLE:
                 break
         taught = {name: torch.cat([one[name] for one in found]) for name in found[0]}
         dtype = DTYPES[self.header["target_dtype"]]
@@ -426,6 +437,13 @@ def top_truth(taught: dict[str, Tensor], where: str, target_dtype: torch.dtype =
             f"{TRUTH_SHARE:.0%} needed), descending: {descending}, sum of probabilities up to {largest:.3f}"
         )
     return share
+
+
+def check_ranges(name: str, aux: Tensor, last: Tensor, layers: Sequence[int], layout: Layout) -> None:
+    """feature_range of a conversation's layers' outputs [T, L, D] and last hidden states [T, D]."""
+    for place, layer in enumerate(layers):
+        feature_range(aux[:, place], layout.aux_dtype, f"{name}: output of layer {layer}")
+    feature_range(last, layout.last_dtype, f"{name}: last hidden state")
 
 
 def feature_range(values: Tensor, dtype: torch.dtype, what: str) -> None:

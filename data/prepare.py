@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from checkpoints.errors import run_module
-from checkpoints.files import atomic, fingerprint, read_json, write_json
+from checkpoints.files import atomic, fingerprint, read_json, write_json, write_text
 from checkpoints.lock import launched_rank, only_run
 from checkpoints.run import known_groups, record, settings
 from data.answers import AnswerReport, AnswerSettings, answer
@@ -141,9 +141,8 @@ def prompts_of(source: SourceSettings, out: Path) -> tuple[list[Prompt], Report]
     prompts = read_prompts(source, report=report)
     if source.heldout:
         prompts, kept_out = split_heldout(prompts, source.heldout)
-        with atomic(out / "heldout.jsonl") as temporary:
-            lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in kept_out]
-            temporary.write_text("".join(lines), encoding="utf-8")
+        lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in kept_out]
+        write_text(out / "heldout.jsonl", "".join(lines))
     return prompts, report
 
 

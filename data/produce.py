@@ -14,14 +14,12 @@ from data.features import (
     BATCH_TOKENS,
     SHARD_BYTES,
     capture,
-    fill,
     new_header,
     observe,
-    only_writer,
     probe,
-    same_header,
+    write_store,
 )
-from data.layout import Sample, StoreSettings, plan_of
+from data.layout import Sample, StoreSettings
 from data.queue import Producer, QueueSettings, queue_header
 from data.target import Target
 
@@ -74,8 +72,7 @@ class FeatureSettings:
         return [first, more] if more else [first]
 
     def __post_init__(self) -> None:
-        StoreSettings(self.precision, self.last, self.topk, self.teacher_at, self.share_prefixes)
-        _ = self.queue_settings
+        _ = self.store, self.queue_settings
         if self.server is not None:
             settings(EngineSettings, self.server, "features.server")
         for name in ("batch_tokens", "shard_bytes"):
@@ -119,9 +116,4 @@ def produce(
         plan = queue_header(header, rows, queue)
         Producer(folder, header, rows, plan, make, queue, progress=progress).run()
         return
-    plan = plan_of(rows, layout, wanted.shard_bytes)
-    header["shards"] = len(plan)
-    folder.mkdir(parents=True, exist_ok=True)
-    with only_writer(folder):
-        same_header(folder, header)
-        fill(folder, header, rows, plan, make, progress)
+    write_store(folder, header, rows, make, progress)

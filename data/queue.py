@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import atomic, fingerprint, read_json, write_json
+from checkpoints.files import fingerprint, read_json, write_json, write_text
 from data.collate import Plan, production_order
 from data.conversations import Conversation
 from data.features import (
@@ -295,8 +295,8 @@ class QueueSource:
     """Samples of a queue's folder for a trainer (data.module.SampleSource): waits for what is not there yet.
 
     conversations: in the trainer's order. layers: those wanted. parts: run check 4 with this target's head on the first
-    samples. silent_s: the producers' own (None), or another. ValueError when the folder is no queue's, is of another
-    target, of other conversations or the same in another order, or has not the layers.
+    samples. ValueError when the folder is no queue's, is of another target, of other conversations or the same in
+    another order, or has not the layers.
     """
 
     def __init__(
@@ -306,14 +306,13 @@ class QueueSource:
         identity: dict[str, Any],
         layers: Sequence[int],
         parts: TargetParts | None = None,
-        silent_s: float | None = None,
     ) -> None:
         self.folder = Path(folder).resolve()
         header = read_json(self.folder / "header.json")
         if "queue" not in header:
             raise ValueError(f"{folder} is no queue's store: train with batch.features=store")
-        known = header["queue"].get("silent_s", QueueSettings.silent_s)
-        self.silent_s, self.free = known if silent_s is None else silent_s, bool(header["queue"]["free"])
+        self.silent_s: float = header["queue"].get("silent_s", QueueSettings.silent_s)  # the producers' own
+        self.free = bool(header["queue"]["free"])
         if lines := identity_difference(header["identity"], identity):
             raise ValueError(f"{folder} holds features of another target: {'; '.join(lines)}")
         if missing := [layer for layer in layers if layer not in header["layers"]]:
@@ -388,8 +387,8 @@ class QueueSource:
         said = (max(passed, self._said[0]), wants)
         if said != self._said:
             self._said = said
-            with atomic(self.folder / f"reader-{who()}.json") as temporary:
-                temporary.write_text(json.dumps(dict(zip(("passed", "wants"), said, strict=True))))
+            content = json.dumps(dict(zip(("passed", "wants"), said, strict=True)))
+            write_text(self.folder / f"reader-{who()}.json", content)
 
     def _wait(self, number: int) -> None:
         alone_since: float | None = None

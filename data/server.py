@@ -16,6 +16,22 @@ RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 30.0  # seconds between two tries at most
 
 
+def check_address(where: str, base_url: str) -> None:
+    """ValueError, naming the settings, for a base_url that is no http address or holds credentials."""
+    if not base_url.startswith(("http://", "https://")):
+        raise ValueError(f"{where}.base_url must start with http:// or https://, got {base_url!r}")
+    if "@" in base_url.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            f"{where}.base_url holds credentials: put the key into an environment variable and name that in api_key_env"
+        )
+
+
+def key_headers(api_key_env: str | None) -> dict[str, str]:
+    """The header with the key that an environment variable holds; none without one."""
+    key = os.environ.get(api_key_env, "") if api_key_env else ""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """base_url ends in /v1. model: the served name. concurrency: requests in flight. retries: after the first try.
@@ -35,13 +51,7 @@ class ServerSettings:
     return_token_ids: bool = True
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"answers.server.base_url must start with http:// or https://, got {self.base_url!r}")
-        if "@" in self.base_url.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "answers.server.base_url holds credentials: put the key into an environment variable and name that in "
-                "api_key_env"
-            )
+        check_address("answers.server", self.base_url)
         if self.concurrency < 1 or self.retries < 0:
             given = f"{self.concurrency} and {self.retries}"
             raise ValueError(f"answers.server: concurrency must be >= 1 and retries >= 0, got {given}")
@@ -72,10 +82,7 @@ async def ask_all(
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> None:
     """Ask all; for each call `finished(question, response_ids, finish_reason)` or `failed(question, error)`."""
-    key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    waiting = iter(questions)
-
+    headers, waiting = key_headers(settings.api_key_env), iter(questions)
     limits = httpx.Limits(max_connections=settings.concurrency)  # the library's own is 100
     how: dict[str, Any] = {"headers": headers, "timeout": settings.timeout, "limits": limits, "transport": transport}
     async with httpx.AsyncClient(**how) as client:

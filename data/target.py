@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -27,12 +28,13 @@ from transformers import (
 from checkpoints.files import index_of
 from checkpoints.run import native_bf16
 from checkpoints.target_files import config_of
-from data.embedded import EMBEDDED, embedded_folder
+from data.embedded import target_source
 from data.identity import identity_of
 from data.packed import PackedLinear, pack_linears, packable
 from data.spread import Together, parallel_arguments
 from data.structure import Anatomy, anatomy
 from drafters.contract import TargetParts, check_layers
+from drafters.layers import outputs_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TRUTH_SHARE = 0.99
@@ -73,6 +75,24 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int | None:
     added = tokenizer.added_tokens_decoder.items()
     free = [i for i, token in added if token.special and i < rows and i not in roles and token.content not in template]
     return max(free, default=None)
+
+
+def ending_ids(generation: Any, config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end an answer: the generation config's (None without one), else the config's, and the tokenizer's;
+    ascending."""
+    declared = getattr(generation, "eos_token_id", None)
+    declared = getattr(config, "eos_token_id", None) if declared is None else declared
+    ids = {*(declared if isinstance(declared, (list, tuple)) else [declared]), tokenizer.eos_token_id}
+    return tuple(sorted(int(i) for i in ids if i is not None))
+
+
+def declared_ids(source: str, config: Any, tokenizer: PreTrainedTokenizerBase, revision: str | None) -> tuple[int, ...]:
+    """The same of a folder or hub id, without weights."""
+    try:
+        generation = GenerationConfig.from_pretrained(source, revision=revision or "main")
+    except OSError:  # a target without one
+        generation = None
+    return ending_ids(generation, config, tokenizer)
 
 
 class Target:
@@ -132,9 +152,7 @@ class Target:
         if dtype not in ("auto", *DTYPES):
             raise ValueError(f"target.dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
         wanted = DTYPES[("bfloat16" if native_bf16() else "float32") if dtype == "auto" else dtype]
-        source = str(embedded_folder()) if name == EMBEDDED else name
-        if name != EMBEDDED and Path(source).expanduser().is_dir():
-            source = str(Path(source).expanduser().resolve())
+        source = target_source(name)
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         check_files(source)
         config = config_of(source, **shared)
@@ -183,10 +201,7 @@ class Target:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the generation config's (else the config's) and the tokenizer's, ascending."""
-        generation = getattr(self.model.generation_config, "eos_token_id", None)
-        declared = generation if generation is not None else getattr(self._anatomy.config, "eos_token_id", None)
-        ids = set(declared if isinstance(declared, (list, tuple)) else [declared]) | {self.tokenizer.eos_token_id}
-        return tuple(sorted(int(i) for i in ids if i is not None))
+        return ending_ids(self.model.generation_config, self._anatomy.config, self.tokenizer)
 
     def to(self, device: torch.device | str) -> Self:
         """Move a model that accelerate has not spread; updates the shared parts."""
@@ -240,7 +255,7 @@ class Target:
         arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": positions}
         if cache is not None:
             arguments[self._cache_name] = cache
-        with _outputs([self._anatomy.layers[i] for i in wanted]) as kept:
+        with outputs_of([self._anatomy.layers[i] for i in wanted], _states) as kept:
             result = self._anatomy.decoder(input_ids=tokens, use_cache=cache is not None, **arguments)
         last = result[0] if isinstance(result, tuple) else result.last_hidden_state
         if not wanted:
@@ -342,20 +357,9 @@ def _is_causal(config: Any) -> bool:
     return type(config) in AutoModelForCausalLM._model_mapping
 
 
-@contextmanager
-def _outputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect these layers' outputs during one forward. Layers return a tensor or a tuple that starts with it."""
-    kept: list[Tensor] = []
-
-    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        kept.append(output[0] if isinstance(output, tuple) else output)
-
-    handles = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
+def _states(output: Any) -> Tensor:
+    """A layer's hidden states: layers return a tensor or a tuple that starts with it."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from drafters.branches import Branches, CarriedBranches, SlotBranches
 from drafters.carry import carry_newest
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, check_layers, grid
 from drafters.decoder import HeadNormAttention, key_shape, take_norm
-from drafters.drafting import choose, write_at
+from drafters.drafting import at_once, choose, write_at
 from drafters.layers import Rotary, SharedEmbedding, SharedHead, check_counts, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
@@ -382,13 +382,10 @@ class BlockDrafter(Drafter):
     def propose(self, state: BlockState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """ValueError when more slots are asked for than were trained."""
         hidden = self._slot_states(state, num_slots)
-        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
         if self.sequential:
+            places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
             return self._walk(hidden, state.anchor, sampling, seeds, places)
-        tokens, probs = choose(
-            self._independent(hidden), self.vocabulary, sampling, seeds[:, None].expand_as(places), places
-        )
-        return Proposal(tokens, probs)
+        return at_once(self._independent(hidden), self.vocabulary, sampling, seeds, state.length)
 
     def branch(self, state: BlockState, num_slots: int) -> Branches:
         hidden = self._slot_states(state, num_slots)

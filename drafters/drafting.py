@@ -64,6 +64,14 @@ def choose(
     return ids[draw(narrow, counter_uniform(seeds, positions, stream))], wide
 
 
+def at_once(
+    logits: Tensor, vocabulary: DraftVocabulary, sampling: Sampling, seeds: Tensor, anchors: Tensor
+) -> Proposal:
+    """A chain whose slots do not read drafted tokens, by their logits [R, K, W]. anchors [R]: their positions."""
+    places = anchors[:, None] + torch.arange(1, logits.shape[1] + 1, device=anchors.device)
+    return Proposal(*choose(logits, vocabulary, sampling, seeds[:, None].expand_as(places), places))
+
+
 def along(
     branches: Branches, num_slots: int, vocabulary: DraftVocabulary, sampling: Sampling, seeds: Tensor, anchors: Tensor
 ) -> Proposal:

@@ -4,7 +4,8 @@ parts.
 Norms, rotary embeddings and gated MLPs are transformers' own, so every rope scaling type it knows works here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -174,3 +175,15 @@ def plain_norm_weight(norm: nn.Module, size: int, eps: float) -> Tensor | None:
             if torch.allclose(mine(probe.float()), wanted, rtol=2e-2, atol=2e-2):
                 return candidate
     return None
+
+
+@contextmanager
+def outputs_of(modules: Sequence[nn.Module], part: Callable[[Any], Tensor]) -> Iterator[list[Tensor]]:
+    """Collect a part of what the modules give, call after call, while the block runs."""
+    kept: list[Tensor] = []
+    handles = [one.register_forward_hook(lambda _m, _i, output: kept.append(part(output))) for one in modules]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from drafters.branches import SlotBranches
 from drafters.contract import Batch, Drafter, Needs, Proposal, SlotBatch, TargetParts, grid
 from drafters.decoder import take_head
-from drafters.drafting import choose, take_rows
+from drafters.drafting import at_once, take_rows
 from drafters.layers import SharedHead, check_counts
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
@@ -117,9 +117,7 @@ class Medusa(Drafter):
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """ValueError when more slots are asked for than there are heads."""
-        logits = self._slot_logits(state, num_slots)
-        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
-        return Proposal(*choose(logits, self.vocabulary, sampling, seeds[:, None].expand_as(places), places))
+        return at_once(self._slot_logits(state, num_slots), self.vocabulary, sampling, seeds, state.length)
 
     def branch(self, state: DraftState, num_slots: int) -> SlotBranches:
         return SlotBranches(self._slot_logits(state, num_slots))

@@ -9,8 +9,8 @@ Letters in shapes: B rows, N queries, S keys, D hidden width.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -20,7 +20,7 @@ from transformers import AutoModel, LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from drafters.drafting import write_at
-from drafters.layers import Rotary, layer_config
+from drafters.layers import Rotary, layer_config, outputs_of
 
 FULL = "full_attention"
 
@@ -214,27 +214,12 @@ def probe(block: nn.Module, rotary: OwnRotary, size: int) -> tuple[tuple[tuple[i
     return (made, values), keys.index[0].shape[-1] if keys.index else None
 
 
-@contextmanager
-def own_choices(block: nn.Module) -> Iterator[list[Tensor]]:
+def own_choices(block: nn.Module) -> AbstractContextManager[list[Tensor]]:
     """Collect the columns [B, N, top] that a layer's own indexer chooses, a call each; nothing without one."""
-    kept: list[Tensor] = []
     indexer = own_indexer(block)
-    handles = [] if indexer is None else [indexer.register_forward_hook(lambda _m, _i, chosen: kept.append(chosen))]
-    try:
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
+    return outputs_of([] if indexer is None else [indexer], lambda chosen: chosen)
 
 
-@contextmanager
-def attention_weights(block: nn.Module) -> Iterator[list[Tensor]]:
+def attention_weights(block: nn.Module) -> AbstractContextManager[list[Tensor]]:
     """Collect the attention weights [B, H, N, S] of an eager layer's calls."""
-    kept: list[Tensor] = []
-    handle = block.self_attn.register_forward_hook(  # type: ignore[union-attr]
-        lambda _module, _inputs, output: kept.append(output[1])
-    )
-    try:
-        yield kept
-    finally:
-        handle.remove()
+    return outputs_of([cast(nn.Module, block.self_attn)], lambda output: output[1])

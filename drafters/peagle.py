@@ -40,7 +40,7 @@ from drafters.decoder import (
     take_head,
     take_norm,
 )
-from drafters.drafting import choose, take_rows, write_at
+from drafters.drafting import at_once, take_rows, write_at
 from drafters.layers import Rotary, SharedEmbedding, check_counts, complete, layer_config, layer_settings
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
@@ -328,9 +328,7 @@ class PEagle(Drafter):
 
     def propose(self, state: DraftState, num_slots: int, sampling: Sampling, seeds: Tensor) -> Proposal:
         """ValueError when more slots are asked for than were trained."""
-        logits = self._slot_logits(state, num_slots)
-        places = state.length[:, None] + torch.arange(1, num_slots + 1, device=state.length.device)
-        return Proposal(*choose(logits, self.vocabulary, sampling, seeds[:, None].expand_as(places), places))
+        return at_once(self._slot_logits(state, num_slots), self.vocabulary, sampling, seeds, state.length)
 
     def branch(self, state: DraftState, num_slots: int) -> SlotBranches:
         return SlotBranches(self._slot_logits(state, num_slots))

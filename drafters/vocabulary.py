@@ -61,22 +61,19 @@ class DraftVocabulary:
 
     def ids_on(self, device: torch.device) -> Tensor:
         """`ids` on a device, moved there once."""
-        if device not in self._moved:
-            self._moved[device] = self.ids.to(device)
-        return self._moved[device]
+        return self._on("ids", device)
 
     def inverse_on(self, device: torch.device) -> Tensor:
         """`inverse` on a device, moved there once."""
-        if device not in self._moved_inverse:
-            self._moved_inverse[device] = self.inverse.to(device)
-        return self._moved_inverse[device]
+        return self._on("inverse", device)
+
+    def _on(self, name: str, device: torch.device) -> Tensor:
+        if (name, device) not in self._moved:
+            self._moved[name, device] = getattr(self, name).to(device)
+        return self._moved[name, device]
 
     @cached_property
-    def _moved_inverse(self) -> dict[torch.device, Tensor]:
-        return {}
-
-    @cached_property
-    def _moved(self) -> dict[torch.device, Tensor]:
+    def _moved(self) -> dict[tuple[str, torch.device], Tensor]:
         return {}
 
     @cached_property

@@ -212,7 +212,7 @@ class _Bench:
         times = []
         for _ in range(min(self.how.repeats, 3)):
             read()
-            times.append(self._timed(run))
+            times.append(timed(run, self.target.device))
         self._take_back()
         return max(statistics.median(times), 1e-7)
 
@@ -227,21 +227,21 @@ class _Bench:
     def _median(self, run: Callable[[], None], after: Callable[[], None] | None = None) -> float:
         times = []
         for _ in range(self.how.repeats + 1):
-            times.append(self._timed(run))
+            times.append(timed(run, self.target.device))
             if after is not None:
                 after()
         return statistics.median(times[1:])
 
-    def _timed(self, run: Callable[[], None]) -> float:
-        self._wait()
-        started = time.perf_counter()
-        run()
-        self._wait()
-        return time.perf_counter() - started
 
-    def _wait(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+def timed(run: Callable[[], Any], where: torch.device) -> float:
+    """Seconds that a call takes, a GPU's work included."""
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    started = time.perf_counter()
+    run()
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    return time.perf_counter() - started
 
 
 def show(measured: Measured, found: list[Miss], console: Console) -> None:

@@ -134,9 +134,9 @@ class RowCache:
         if holes:
             self._compact(longest)
 
-    def keep_nodes(self, nodes: Tensor, counts: list[int], new: int) -> None:
-        """Of the last `new` columns that the target wrote, keep nodes[r, :counts[r]] of row r, in that order. nodes
-        [R, n] int64."""
+    def keep_nodes(self, nodes: Tensor, counts: list[int]) -> None:
+        """Of the columns that the target wrote last, keep nodes[r, :counts[r]] of row r, in that order. nodes [R, n]
+        int64."""
         start = self.visible.shape[1]
         for layer in self.layers:
             layer.move(start, start + nodes)

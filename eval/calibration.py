@@ -256,31 +256,20 @@ def save_calibration(folder: Path, found: Calibration, sampling: dict[str, Any])
     return path
 
 
-def load_temperatures(folder: Path, sampling: dict[str, Any]) -> list[float]:
-    """Temperatures [K] saved beside a head for this way of sampling; ValueError when there are none."""
-    return list(_entry(folder, sampling)["temperatures"])
-
-
-def load_estimator(folder: Path, sampling: dict[str, Any]) -> Estimator | None:
-    """The estimator saved beside a head for this way of sampling; None when the head was calibrated without one.
-    ValueError when it was not calibrated for it."""
-    saved = _entry(folder, sampling).get("estimator")
-    return None if saved is None else Estimator(**saved)
-
-
-def _entry(folder: Path, sampling: dict[str, Any]) -> dict[str, Any]:
+def load_calibrated(folder: Path, sampling: dict[str, Any]) -> Calibrated | None:
+    """What was saved beside a head for this way of sampling; None when nothing was."""
     path = Path(folder) / FILE
-    for entry in read_json(path):
+    for entry in read_json(path) if path.exists() else ():
         if entry["sampling"] == sampling:
-            return entry
-    raise ValueError(f"{path} has no temperatures for {sampling}")
+            saved = entry.get("estimator")
+            return Calibrated(list(entry["temperatures"]), None if saved is None else Estimator(**saved))
+    return None
 
 
 def attach_estimator(drafter: Drafter, folder: Path, sampling: dict[str, Any]) -> bool:
     """Give a head what calibration saved beside it for this way of sampling: its temperatures, and the estimator of one
     without confidences. Proposals then carry calibrated confidences. False when nothing was saved."""
-    path = Path(folder) / FILE
-    if not path.exists() or all(entry["sampling"] != sampling for entry in read_json(path)):
-        return False
-    drafter.estimator = Calibrated(load_temperatures(folder, sampling), load_estimator(folder, sampling))
-    return True
+    found = load_calibrated(folder, sampling)
+    if found is not None:
+        drafter.estimator = found
+    return found is not None

@@ -1,6 +1,6 @@
 """What a comparison leaves: compare.json, compare.md and three pictures, from figures that are measured elsewhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints.files import atomic, write_json
-from eval.plots import tried_alpha
+from checkpoints.files import write_json, write_text
+from eval.page import markdown_table
+from eval.plots import png, tried_alpha, write_plots
 from eval.replayed import Replayed
 from eval.report import Report
-from eval.sections import alphas
+from eval.sections import Rows, alphas
 
 FILE, TABLE = "compare.json", "compare.md"
 PLOTS = ("alpha.png", "learning.png", "domains.png")
-Rows = list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class Comparison:
         folder = Path(folder)
         if self.entries:
             self._plot(folder)
-        with atomic(folder / TABLE) as temporary:
-            temporary.write_text(self.markdown(), encoding="utf-8")
+        write_text(folder / TABLE, self.markdown())
         write_json(folder / FILE, self.as_dict())
 
     def tables(self) -> list[tuple[str, Rows]]:
@@ -138,7 +137,7 @@ class Comparison:
         """The tables as Markdown, with what they were measured on."""
         lines = ["# Comparison", "", *(f"- {name}: {value}" for name, value in self._caption())]
         for title, rows in self.tables():
-            lines += ["", f"## {title}", "", _markdown(rows)]
+            lines += ["", f"## {title}", "", markdown_table(rows)]
         if self.failures:
             lines += ["", "## failed", "", *(f"- {name}: {error}" for name, error in self.failures.items())]
         if self.entries:
@@ -173,15 +172,8 @@ class Comparison:
 
     def _plot(self, folder: Path) -> None:
         """alpha_k by slot, tau by answer tokens, tau by domain: every drafter in each picture."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and needed here alone
-        from matplotlib.figure import Figure
-
-        for name, draw in zip(PLOTS, (self._plot_alpha, self._plot_curves, self._plot_domains), strict=True):
-            figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-            FigureCanvasAgg(figure)
-            draw(figure.add_subplot())
-            with atomic(folder / name) as temporary:
-                figure.savefig(temporary, format="png", dpi=120)
+        drawing = zip(PLOTS, (self._plot_alpha, self._plot_curves, self._plot_domains), strict=True)
+        write_plots(folder, {name: png(draw, size=(7.2, 4.2)) for name, draw in drawing})
 
     def _plot_alpha(self, axes: Any) -> None:
         for name, one in self.entries.items():
@@ -223,8 +215,3 @@ def _error_at(heat: str) -> Callable[[Entry], str]:
 def _error(calibration: dict[str, Any] | None) -> str:
     """Calibration error before and after temperature scaling."""
     return "-" if calibration is None else f"{calibration['before']['ece']:.3f}, {calibration['after']['ece']:.3f}"
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])

@@ -101,6 +101,14 @@ class Generation:
     arrivals: list[float] = field(default_factory=list, compare=False)
     stopped: bool = False
 
+    def add_round(self, emitted: int, accepted: int, slots: int) -> None:
+        """Note a round of `slots` slots that kept `accepted` drafts and emitted so many tokens, fewer where the answer
+        ended in it."""
+        self.emitted.append(emitted)
+        self.accepted.append(min(accepted, emitted))
+        self.proposed.append(emitted if emitted <= accepted else slots)
+        self.verified.append(accepted)
+
 
 class Clock:
     """Seconds by stage: prefill, draft, verify, rest. `device` is waited for at the stages' edges when it is a GPU.
@@ -396,12 +404,7 @@ class Group:
 
     def _record(self, result: Generation, tokens: list[int], accepted: int, slots: int | None = None) -> None:
         """Add one round, cut at an end of turn and at max_new_tokens. slots: that were verified (None: all K)."""
-        emitted = self._append(result, tokens)
-        cut = emitted <= accepted
-        result.emitted.append(emitted)
-        result.accepted.append(min(accepted, emitted))
-        result.proposed.append(emitted if cut else self.num_slots if slots is None else slots)
-        result.verified.append(accepted)
+        result.add_round(self._append(result, tokens), accepted, self.num_slots if slots is None else slots)
 
     def _append(self, result: Generation, tokens: list[int]) -> int:
         """Append up to the answer's end; returns how many tokens were taken."""

@@ -49,11 +49,7 @@ class Answered:
                 break
             emitted = min(accepted + 1, left)
             left -= emitted
-            cut = emitted <= accepted
-            found.emitted.append(emitted)
-            found.accepted.append(min(accepted, emitted))
-            found.proposed.append(emitted if cut else proposed)
-            found.verified.append(accepted)
+            found.add_round(emitted, accepted, proposed)
         return found
 
     def streamed(self) -> Generation:

@@ -227,6 +227,5 @@ def counted(passes: Sequence[Asked], num_slots: int) -> Acceptance:
         trials=[int(given) for given in before],
         rounds=rounds,
         tokens=int(moved.tokens),
-        domains={},
         efficiency=tau / (num_slots + 1),
     )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from checkpoints.engine_entry import PROVENANCE
 from checkpoints.engine_run import engine_python
@@ -31,9 +31,9 @@ from checkpoints.redact import hide, without_secrets
 from checkpoints.run import known_groups, machine, native_bf16, record, settings
 from checkpoints.target_files import target_config, target_head
 from data.conversations import Prompt
-from data.embedded import EMBEDDED, embedded_folder
+from data.embedded import target_source
 from data.suites import load_prompts
-from data.target import Target, TargetSettings
+from data.target import Target, TargetSettings, declared_ids
 from drafters.vocabulary import tokenizer_fingerprint
 from eval.engine_client import Asked, Client
 from eval.engine_dialects import DIALECTS, Ask, Dialect, Setup
@@ -70,28 +70,14 @@ class Voice:
     @classmethod
     def load(cls, how: TargetSettings) -> "Voice":
         """ValueError when the model says of no token that it ends an answer."""
-        name = how.name
-        source = str(embedded_folder()) if name == EMBEDDED else name
-        if Path(source).expanduser().is_dir():
-            source = str(Path(source).expanduser().resolve())
+        source = target_source(how.name)
         hub: dict[str, Any] = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
         dtype = ("bfloat16" if native_bf16() else "float32") if how.dtype == "auto" else how.dtype
-        ends = {*_end_ids(source, hub), tokenizer.eos_token_id} - {None}
+        ends = declared_ids(source, target_config(source, **hub), tokenizer, how.revision)
         if not ends:
-            raise ValueError(f"{name} names no token that ends an answer (eos_token_id)")
-        return cls(tokenizer, tuple(sorted(ends)), source, dtype, hub)
-
-
-def _end_ids(source: str, hub: dict[str, Any]) -> list[int]:
-    """As Target.eos_ids finds them: the generation config's, else the config's."""
-    try:
-        declared = GenerationConfig.from_pretrained(source, **hub).eos_token_id
-    except OSError:
-        declared = None  # a target without a generation config
-    if declared is None:
-        declared = getattr(target_config(source, **hub), "eos_token_id", None)
-    return list(declared) if isinstance(declared, list | tuple) else [] if declared is None else [declared]
+            raise ValueError(f"{how.name} names no token that ends an answer (eos_token_id)")
+        return cls(tokenizer, ends, source, dtype, hub)
 
 
 @dataclass(frozen=True)

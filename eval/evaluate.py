@@ -32,7 +32,7 @@ from drafters.contract import Drafter
 from drafters.sampling import Sampling
 from eval.bench import roofline_of
 from eval.calibration import attach_estimator, calibrate_generations, save_calibration
-from eval.decoder import DecodeSettings, generate
+from eval.decoder import DecodeSettings
 from eval.engines import run_engines
 from eval.eval_settings import OPTIONS, EvalSettings, by_domain, checked, command, plain_keys
 from eval.hardware import Cost, HardwareSettings
@@ -40,7 +40,7 @@ from eval.hardware_measured import measured_times
 from eval.latency import latency
 from eval.lossless import Difference, compare
 from eval.lossy import Agreement, agreement
-from eval.metrics import Acceptance, acceptance, speed
+from eval.metrics import acceptance, speed
 from eval.page import PAGE
 from eval.passes import Pass, TurnDecoder
 from eval.progress import Watch
@@ -63,42 +63,19 @@ class _Answers:
     plain: Pass | None = None
 
 
-def measure_acceptance(
-    target: Target,
-    drafter: Drafter,
-    prompt_ids_by_domain: Mapping[str, Sequence[list[int]]],
-    num_slots: int | None = None,
-    max_new_tokens: int = 64,
-    batch_size: int = 8,
-) -> Acceptance:
-    """Really draft, greedily, on rendered prompts: tau, tau by domain, alpha. For use while training.
-
-    prompt_ids_by_domain: token ids of each prompt, generation prompt included. All domains share batches. The drafter's
-    training mode is left as it was. ValueError when there is no prompt.
-    """
-    pairs = [(domain, list(ids)) for domain, prompts in prompt_ids_by_domain.items() for ids in prompts]
-    if not pairs:
-        raise ValueError("acceptance needs at least one prompt")
-    slots = num_slots if num_slots is not None else drafter.num_slots
-    decoding = DecodeSettings(slots, max_new_tokens, batch_size)
-    generations = generate(target, drafter, [ids for _, ids in pairs], decoding)
-    return acceptance(generations, slots, [domain for domain, _ in pairs])
-
-
 def evaluate(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Prompt],
     settings: EvalSettings,
-    console: Console | None = None,
     plain: Mapping[str, Pass] | None = None,
     loop: Loop | None = None,
 ) -> Report:
     """Decode all prompts with and (baseline) without the drafter in this process; figures overall and by domain.
 
     plain: the baseline by domain when this process has it already (see `baselines`). loop: as settings.loop says unless
-    given, with a schedule. A prompt's random seed depends on
-    its id and settings.seed alone. ValueError without prompts, or on equal ids.
+    given, with a schedule. A prompt's random seed depends on its id and settings.seed alone. ValueError without
+    prompts, or on equal ids.
     """
     prompts = checked(prompts, settings)
     decoding, plain = settings.decoding(drafter), dict(plain or {})
@@ -110,7 +87,7 @@ def evaluate(
     decoder.warm_up((drafter, None) if fresh else (drafter,), prompts[0], decoding)
     done: list[_Answers] = []
     seconds = {"prepare": time.perf_counter() - started}
-    with Watch(_answers_of(prompts) * (2 if fresh else 1), console) as watch:
+    with Watch(_answers_of(prompts) * (2 if fresh else 1)) as watch:
         for domain, own in by_domain(prompts).items():
             if fresh:
                 watch.pass_ = f"{domain}, without"
@@ -142,9 +119,7 @@ def evaluate(
     )
 
 
-def baselines(
-    target: Target, prompts: Sequence[Prompt], settings: EvalSettings, console: Console | None = None
-) -> dict[str, Pass]:
+def baselines(target: Target, prompts: Sequence[Prompt], settings: EvalSettings) -> dict[str, Pass]:
     """Decode all prompts without a drafter, by domain: once for all drafters that `evaluate` then measures in this
     process."""
     prompts = checked(prompts, settings)
@@ -152,7 +127,7 @@ def baselines(
     decoder = TurnDecoder(target, settings.thinking, loop)
     decoder.warm_up((None,), prompts[0], decoding)
     found = {}
-    with Watch(_answers_of(prompts), console) as watch:
+    with Watch(_answers_of(prompts)) as watch:
         for domain, own in by_domain(prompts).items():
             watch.pass_ = f"{domain}, without"
             found[domain] = decoder.decode(None, own, decoding, watch)

@@ -20,7 +20,7 @@ Times are in seconds unless a name says otherwise (_us, _ms).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -129,12 +129,6 @@ def distinct_experts(tokens: float, experts: Experts, rows: float | None = None)
         return 0.0
     unrelated = rows * (tokens / rows) ** experts.kappa
     return experts.count * (1 - (1 - experts.chosen / experts.count) ** unrelated)
-
-
-def full_activation_tokens(experts: Experts, share: float = 0.95) -> int:
-    """Unrelated tokens that touch `share` of a layer's experts (arXiv 2505.19645): below, more tokens load more
-    experts."""
-    return math.ceil(math.log(1 - share) / math.log(1 - experts.chosen / experts.count))
 
 
 def straggler(picks: float, ranks: int) -> float:
@@ -333,8 +327,3 @@ class HardwareSettings:
 def load_hardware(path: Path) -> HardwareSettings:
     """A hardware yaml by itself, without Hydra. ValueError on unknown or missing keys."""
     return settings(HardwareSettings, OmegaConf.load(path), f"{Path(path).name}")  # type: ignore[arg-type]
-
-
-def slower_network(model: Roofline, factor: float) -> Roofline:
-    """The same model with an all-to-all latency `factor` times as large."""
-    return replace(model, engine=replace(model.engine, alltoall_us=factor * model.engine.alltoall_us))

@@ -62,7 +62,7 @@ def compare(
                 if not wide:
                     held.enter_context(float32_weights(target))
                     wide = True
-                gap, bound = _margin(target, prompt + plain[:place], (pair[0], pair[1]), dtype)
+                gap, bound = margin(target, prompt + plain[:place], (pair[0], pair[1]), dtype)
             found.append(Difference(name, place, pair[0], pair[1], gap, bound))
     return found
 
@@ -73,16 +73,10 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(one), len(other)))
 
 
-def margin(target: Target, text: list[int], pair: tuple[int, int]) -> tuple[float, float]:
-    """(gap, bound) of two tokens after `text`: see Difference. Runs the target once with float32 weights."""
-    dtype = target.dtype
-    with float32_weights(target):
-        return _margin(target, text, pair, dtype)
-
-
 @torch.no_grad()
-def _margin(target: Target, text: list[int], pair: tuple[int, int], dtype: torch.dtype) -> tuple[float, float]:
-    """The same where the weights are float32 already. dtype: that the target runs in."""
+def margin(target: Target, text: list[int], pair: tuple[int, int], dtype: torch.dtype) -> tuple[float, float]:
+    """(gap, bound) of two tokens after `text`, by a target whose weights are held in float32: see Difference. dtype:
+    that the target runs in."""
     last = target.forward(torch.tensor([text], device=target.device), ()).last[0, -1].float()
     parts = target.parts
     last = last.to(parts.head.device)

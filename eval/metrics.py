@@ -20,7 +20,7 @@ draft ms       milliseconds in the drafter / rounds, reading the prompt included
 speedup        tokens/s with drafter / tokens/s without, same process, prompts and batch size
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from eval.decoder import Generation
@@ -30,8 +30,8 @@ from eval.decoder import Generation
 class Acceptance:
     """Acceptance over a set of rounds; definitions above.
 
-    alpha, survival: by slot, 0.0 where `trials` (rounds that count in alpha_k's denominator) is 0. domains: tau by
-    domain, empty for a single one. tau is 0.0 without rounds.
+    alpha, survival: by slot, 0.0 where `trials` (rounds that count in alpha_k's denominator) is 0. tau is 0.0 without
+    rounds.
     """
 
     tau: float
@@ -41,7 +41,6 @@ class Acceptance:
     trials: list[int]
     rounds: int
     tokens: int
-    domains: dict[str, float]
     efficiency: float = 0.0
     verified_slots: float = 0.0
 
@@ -50,14 +49,9 @@ class Acceptance:
         return max(0.0, self.tau - 1)
 
 
-def acceptance(
-    generations: Iterable[Generation],
-    num_slots: int,
-    domains: Sequence[str] | None = None,
-    target_tokens: int | None = None,
-) -> Acceptance:
-    """Acceptance of generations drafted with num_slots slots. domains: one name per generation, for tau by domain.
-    target_tokens: that the target read a round; K + 1 for chains."""
+def acceptance(generations: Iterable[Generation], num_slots: int, target_tokens: int | None = None) -> Acceptance:
+    """Acceptance of generations drafted with num_slots slots. target_tokens: that the target read a round; K + 1 for
+    chains."""
     generations = list(generations)
     emitted = [n for one in generations for n in one.emitted]
     accepted = [n for one in generations for n in one.accepted]
@@ -71,11 +65,6 @@ def acceptance(
         hits.append(sum(a >= k for a, _ in rounds))
         trials.append(sum(a >= k - 1 and p >= k for a, p in rounds))
         offered.append(sum(p >= k for _, p in rounds))
-    by_domain: dict[str, float] = {}
-    if domains is not None:
-        for name in sorted(set(domains)):
-            own = [one for one, domain in zip(generations, domains, strict=True) if domain == name]
-            by_domain[name] = acceptance(own, num_slots).tau
     return Acceptance(
         tau=_ratio(sum(emitted), len(rounds)),
         tau_verified=1 + _ratio(sum(verified), len(rounds)) if rounds else 0.0,
@@ -84,7 +73,6 @@ def acceptance(
         trials=trials,
         rounds=len(rounds),
         tokens=sum(len(one.tokens) for one in generations),
-        domains=by_domain,
         efficiency=_ratio(sum(emitted), read),
         verified_slots=_ratio(read - len(rounds), len(rounds)),
     )

@@ -10,8 +10,6 @@ Tasks are issued in order; a task starts when its stream is free and everything 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-STREAMS = ("host", "draft", "verify")
-
 
 @dataclass(frozen=True)
 class Task:

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import atomic
+from checkpoints.files import write_text
 from eval.plots import draw_plots, write_plots
 from eval.sections import Rows, Section, sections, title_of
 
@@ -97,7 +97,6 @@ def write_page(folder: Path, report: dict[str, Any]) -> list[Path]:
     drawn = draw_plots(report)
     paths = write_plots(folder, drawn)
     for name, text in ((TABLE, markdown(report, drawn)), (PAGE, html(report, drawn))):
-        with atomic(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
         paths.append(folder / name)
     return paths

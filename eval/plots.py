@@ -14,19 +14,20 @@ BLUE, RED = "tab:blue", "tab:red"
 
 def draw_plots(report: Report) -> dict[str, bytes]:
     """PNG bytes by file name, in the order in which a page shows them."""
+    return {name: png(draw, report) for name, (has_data, draw) in PLOTS.items() if has_data(report)}
+
+
+def png(draw: Callable[..., None], *given: Any, size: tuple[float, float] = (6.4, 4)) -> bytes:
+    """A picture of one pair of axes, which draw(axes, *given) fills. size: in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and needed here alone
     from matplotlib.figure import Figure
 
-    drawn = {}
-    for name, (has_data, draw) in PLOTS.items():
-        if has_data(report):
-            figure = Figure(figsize=(6.4, 4), layout="constrained")
-            FigureCanvasAgg(figure)
-            draw(figure.add_subplot(), report)
-            memory = io.BytesIO()
-            figure.savefig(memory, format="png", dpi=120)
-            drawn[name] = memory.getvalue()
-    return drawn
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure.add_subplot(), *given)
+    memory = io.BytesIO()
+    figure.savefig(memory, format="png", dpi=120)
+    return memory.getvalue()
 
 
 def write_plots(folder: Path, drawn: dict[str, bytes]) -> list[Path]:

@@ -2,7 +2,7 @@
 
 Greedy speculative decoding emits the target's own greedy answer whatever the drafter says, so the features and tokens
 that verification would produce are known once the answer is. Replaying drafts for real (observe, propose, compare)
-and gives the same tau, round by round, as the full decoding loop; only the target's work is spared. Training uses it
+gives the same tau, round by round, as the full decoding loop; only the target's work is spared. Training uses it
 at every interval; `eval.recording` keeps the answers.
 """
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from drafters.contract import Proposal
 from eval.hardware import Cost
 from eval.hardware_measured import measured_times
-from eval.scheduler import ENDED, NAMES, FallBack, Load, Prefix, Scheduler, Threshold, build
+from eval.scheduler import ENDED, NAMES, Load, Scheduler, build
 from eval.verification import Verdict
 
 VERIFIED_BY = ("rejection", "same_noise", "same_noise_ranked")
@@ -107,14 +107,7 @@ class ScheduleSettings:
         """A scheduler that has learnt nothing. ValueError without a name."""
         if self.name is None:
             raise ValueError("no schedule was named")
-        made: Scheduler
-        if self.name == "threshold":
-            made = Threshold(num_slots, self.least)
-        elif self.name in ("prefix", "prefix_late"):
-            made = Prefix(cost, num_slots, self.name == "prefix_late", self.adaptive)
-        else:
-            made = build(self.name, cost, num_slots)
-        return FallBack(made, cost, num_slots) if self.fall_back else made
+        return build(self.name, cost, num_slots, self.fall_back, self.least, self.adaptive)
 
 
 class NoCost:

@@ -517,8 +517,11 @@ class Bandit:
 NAMES = ("plain", "static", "threshold", "prefix", "prefix_late", "goodput", "bandit")
 
 
-def build(name: str, cost: Cost, num_slots: int, fall_back: bool = False) -> Scheduler:
-    """A scheduler by name. fall_back: plain rounds where drafting does not pay. ValueError names the known ones.
+def build(
+    name: str, cost: Cost, num_slots: int, fall_back: bool = False, least: float = 0.3, adaptive: bool = True
+) -> Scheduler:
+    """A scheduler by name. fall_back: plain rounds where drafting does not pay. least: of Threshold; adaptive: of
+    Prefix. ValueError names the known ones.
 
     static takes its K after a dash: static-3.
     """
@@ -527,19 +530,19 @@ def build(name: str, cost: Cost, num_slots: int, fall_back: bool = False) -> Sch
     if word == "static":
         made["static"] = Static(min(int(count), num_slots) if count.isdigit() else num_slots)
     elif not count and word in NAMES:
-        made = {word: _built(word, cost, num_slots)}
+        made = {word: _built(word, cost, num_slots, least, adaptive)}
     if word not in made:
         raise ValueError(f"no scheduler {name!r}; there are {', '.join(NAMES)} (static-K for a K of its own)")
     return FallBack(made[word], cost, num_slots) if fall_back else made[word]
 
 
-def _built(word: str, cost: Cost, num_slots: int) -> Scheduler:
+def _built(word: str, cost: Cost, num_slots: int, least: float, adaptive: bool) -> Scheduler:
     if word == "plain":
         return Static(0)
     if word == "threshold":
-        return Threshold(num_slots)
+        return Threshold(num_slots, least)
     if word == "goodput":
         return Goodput(cost, num_slots)
     if word == "bandit":
         return Bandit(num_slots)
-    return Prefix(cost, num_slots, late=word == "prefix_late")
+    return Prefix(cost, num_slots, late=word == "prefix_late", adaptive=adaptive)

@@ -19,11 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints.files import atomic, write_json
+from checkpoints.files import write_json
 from checkpoints.run import known_groups, record, settings
 from eval.hardware import Cost, HardwareSettings, Parallel, Surroundings, break_even_tau
 from eval.hardware_measured import Measured, measured_times, misses
 from eval.hardware_shapes import DrafterShape, Stack, block_drafter, layer_drafter, one_layer_drafter, target_shape
+from eval.plots import png, write_plots
 from eval.scheduler import build
 from eval.simulate import Served, Simulation, Traffic, best_by_concurrency, engine_hints, pareto
 from eval.traces import Traces
@@ -126,45 +127,25 @@ def simulate(cost: Cost, traces: Traces, how: SimulateSettings) -> list[Served]:
     ]
 
 
-def plot_pareto(points: Sequence[Served], title: str, path: Path) -> Path:
-    """Throughput against per-user speed, a line a scheduler; the undominated points ringed. PNG, written atomically."""
-
-    def draw(axes: Any) -> None:
-        for name in dict.fromkeys(one.scheduler for one in points):
-            own = [one for one in points if one.scheduler == name]
-            axes.plot([p.user_speed for p in own], [p.throughput for p in own], marker="o", linewidth=1, label=name)
-        best = pareto(points)
-        ringed = {"facecolors": "none", "edgecolors": "black", "s": 90, "label": "Pareto"}
-        axes.scatter([p.user_speed for p in best], [p.throughput for p in best], **ringed)
-        axes.set(xlabel="tokens/s of the median request", ylabel="tokens/s of all requests", title=title)
-        axes.legend(fontsize="small")
-
-    return _plot(draw, path)
+def plot_pareto(axes: Any, points: Sequence[Served], title: str) -> None:
+    """Throughput against per-user speed, a line a scheduler; the undominated points ringed."""
+    for name in dict.fromkeys(one.scheduler for one in points):
+        own = [one for one in points if one.scheduler == name]
+        axes.plot([p.user_speed for p in own], [p.throughput for p in own], marker="o", linewidth=1, label=name)
+    best = pareto(points)
+    ringed = {"facecolors": "none", "edgecolors": "black", "s": 90, "label": "Pareto"}
+    axes.scatter([p.user_speed for p in best], [p.throughput for p in best], **ringed)
+    axes.set(xlabel="tokens/s of the median request", ylabel="tokens/s of all requests", title=title)
+    axes.legend(fontsize="small")
 
 
-def plot_depth(points: Sequence[Served], title: str, path: Path) -> Path:
-    """Slots verified a round against load, a line a scheduler. PNG, written atomically."""
-
-    def draw(axes: Any) -> None:
-        for name in dict.fromkeys(one.scheduler for one in points):
-            own = sorted((one.load, one.mean_length) for one in points if one.scheduler == name)
-            axes.plot([load for load, _ in own], [length for _, length in own], marker="o", linewidth=1, label=name)
-        axes.set(xscale="log", xlabel="load", ylabel="slots verified in a round", title=title)
-        axes.legend(fontsize="small")
-
-    return _plot(draw, path)
-
-
-def _plot(draw: Any, path: Path) -> Path:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and needed here alone
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure.add_subplot())
-    with atomic(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
-    return path
+def plot_depth(axes: Any, points: Sequence[Served], title: str) -> None:
+    """Slots verified a round against load, a line a scheduler."""
+    for name in dict.fromkeys(one.scheduler for one in points):
+        own = sorted((one.load, one.mean_length) for one in points if one.scheduler == name)
+        axes.plot([load for load, _ in own], [length for _, length in own], marker="o", linewidth=1, label=name)
+    axes.set(xscale="log", xlabel="load", ylabel="slots verified in a round", title=title)
+    axes.legend(fontsize="small")
 
 
 def show(points: Sequence[Served], title: str, console: Console) -> None:
@@ -208,8 +189,8 @@ def run(config: DictConfig, folder: Path) -> dict[str, Any]:
         "pareto": [[one.scheduler, one.load] for one in pareto(points)],
     }
     write_json(folder / "hints.json", engine_hints(best, traffic.max_rows))
-    plot_pareto(points, machine.name, folder / "pareto.png")
-    plot_depth(points, machine.name, folder / "depth.png")
+    drawing = {"pareto.png": plot_pareto, "depth.png": plot_depth}
+    write_plots(folder, {name: png(draw, points, machine.name) for name, draw in drawing.items()})
     record(folder, config)
     write_json(folder / "simulate.json", report)
     show(points, machine.name, console)

@@ -20,9 +20,8 @@ FORMAT = "headstart-traces"
 
 @dataclass(frozen=True)
 class Traces:
-    """kept [N, ] int64 in 0..K and confidences [N, K] float64 of N rounds; answers [N]: which answer each belongs to,
-    ascending from 0. calibrated: whether confidences mean what they say, as far as anyone knows. ValueError unless
-    shapes agree."""
+    """kept [N] int64 in 0..K and confidences [N, K] float64 of N rounds; answers [N]: which answer each belongs to,
+    ascending from 0. ValueError unless shapes agree."""
 
     kept: Tensor
     confidences: Tensor

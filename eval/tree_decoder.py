@@ -123,7 +123,7 @@ class _TreeGroup(Group):
                 self._record(self.results[result_row], row[1 : row[0] + 2], row[0], slots)
                 self.results[result_row].arrivals.append(arrived)
             nodes = verdict.nodes.to(lengths.device)
-            self.cache.keep_nodes(nodes, [row[0] + 1 for row in found], tree.tokens.shape[1])
+            self.cache.keep_nodes(nodes, [row[0] + 1 for row in found])
             self.anchors = verdict.tokens.gather(1, verdict.accepted[:, None]).squeeze(1).to(self.target.device)
             running = any(not self._ended(self.results[row]) for row in self.alive)
         if running:

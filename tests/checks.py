@@ -16,14 +16,14 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from checkpoints.run import settings
-from data.collate import Collate, gather_anchors
+from data.collate import Collate
 from data.conversations import Conversation
 from data.features import Sample, observe
 from data.target import Target
-from drafters.contract import Batch, Drafted, Drafter, answer_anchors
+from drafters.contract import Batch, Drafted, Drafter
 from drafters.sampling import Sampling
 from drafters.vocabulary import DraftVocabulary
-from eval.decoder import DecodeSettings, generate
+from eval.decoder import DecodeSettings, Generation, generate
 from eval.metrics import acceptance
 from training.objectives import Objective, slot_terms
 
@@ -249,6 +249,15 @@ def train_batch(target: Target, drafter: Drafter) -> Batch:
     return row_batch([samples[:2], samples[2:]], 24)
 
 
-def all_anchors(batch: Batch) -> Tensor:
-    """[B, A] of every allowed anchor."""
-    return gather_anchors(answer_anchors(batch.turns, batch.documents), 1)
+def saw_the_text(
+    target: Target, drafter: Any, prompts: list[list[int]], answers: list[Generation], num_slots: int
+) -> None:
+    """A drafter that noted what it observed of one group got each text's tokens and the target's features of them."""
+    (state,) = drafter.states
+    for row, index in enumerate(sorted(range(len(prompts)), key=lambda i: len(prompts[i]))):
+        text, seen = prompts[index] + answers[index].tokens, state.tokens[row]
+        assert seen == text[: len(seen)]
+        assert len(seen) > len(prompts[index]) + num_slots
+        truth = target.forward(torch.tensor([seen[:-1]]), drafter.needs.layers)
+        torch.testing.assert_close(torch.cat(state.aux[row]), truth.aux[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(state.last[row]), truth.last[0], rtol=1e-4, atol=1e-4)

@@ -12,7 +12,6 @@ own. Products are counted by torch as they run; the machine's peak is that of a 
 
 import multiprocessing
 import resource
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -39,7 +38,7 @@ from checkpoints.run import ROOT, known_groups, native_bf16, record, settings
 from data.collate import draw_anchors, gather_anchors
 from drafters.contract import Batch, Drafter, TargetParts, answer_anchors
 from drafters.vocabulary import DraftVocabulary
-from eval.bench import GROUPS, ProfileSettings, StepSettings
+from eval.bench import GROUPS, ProfileSettings, StepSettings, timed
 from training.objectives import Objective, plain_terms, slot_terms
 
 FILE = "train.json"
@@ -163,19 +162,9 @@ def measure(job: Job, form: Form) -> Step:
     with FlopCounterMode(display=False) as counter:
         slots = int(run())
     _memory(where, reset=True)  # on a GPU, attention that is counted is not the one that is trained with
-    seconds = min(_timed(run, where) for _ in range(job.how.repeats))
+    seconds = min(timed(run, where) for _ in range(job.how.repeats))
     tokens = int((batch.turns > 0).sum())
     return Step(slots, tokens, seconds, _memory(where) - before, counter.get_total_flops())
-
-
-def _timed(run: Callable[[], Any], where: torch.device) -> float:
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
-    started = time.perf_counter()
-    run()
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
-    return time.perf_counter() - started
 
 
 def _memory(where: torch.device, reset: bool = False) -> int:
@@ -193,7 +182,7 @@ def matmul_peak(repeats: int = 5) -> float:
     side = PRODUCT * (8 if where.type == "cuda" else 1)
     one, other = (torch.randn(side, side, device=where) for _ in range(2))
     with autocast(where):
-        seconds = min(_timed(lambda: one @ other, where) for _ in range(repeats + 1))
+        seconds = min(timed(lambda: one @ other, where) for _ in range(repeats + 1))
     return 2 * side**3 / seconds
 
 

@@ -69,10 +69,9 @@ class Scored:
         """[n] alpha = sum_v min(p_v, q_v), the chance that rejection sampling keeps a drafted token."""
         return torch.minimum(self.p, self.logq.exp()).sum(-1)
 
-    def in_grid(self, values: Tensor, empty: float = 0.0) -> Tensor:
-        """values [n] of the slots in their group's grid [G, K], `empty` where nothing is supervised."""
-        anchors, slots = self.shape
-        return values.new_full((anchors * slots,), empty).scatter(0, self.place, values).view(self.shape)
+    def in_grid(self, values: Tensor) -> Tensor:
+        """values [n] of the slots in their group's grid [G, K], 0 where nothing is supervised."""
+        return values.new_zeros(math.prod(self.shape)).scatter(0, self.place, values).view(self.shape)
 
 
 def soft_ce(s: Scored) -> Tensor:

@@ -17,7 +17,7 @@ from eval import verification
 from eval.decoder import DecodeSettings, generate
 from eval.metrics import acceptance
 from eval.verification import residual, take_all, verify_same_noise
-from tests.doubles import END_ID, START_ID, tiny_target
+from tests.doubles import START_ID, endless_target
 
 HOT = Sampling(temperature=1.0)
 
@@ -153,11 +153,7 @@ def test_conditional_drafts_are_exact_with_noises_kept() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """One that does not end its answers: the end of turn has logit 0, far below the best."""
-    made = tiny_target("llama")
-    with torch.no_grad():
-        made.parts.head[END_ID] = 0
-    return Target(made.model, made.tokenizer, name="endless")
+    return endless_target()
 
 
 def head(target: Target, **noise: Any) -> KForcing:

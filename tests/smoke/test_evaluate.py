@@ -4,7 +4,6 @@ import json
 import shutil
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from data.target import Target
 from drafters.eagle3 import Eagle3
 from eval.decoder import generate
 from eval.eval_settings import EvalSettings, limited
-from eval.evaluate import evaluate, load_prompts, measure_acceptance, questions, run
+from eval.evaluate import evaluate, load_prompts, questions, run
 from eval.passes import prompt_seed
 from eval.recording import record_answers
 from tests.doubles import START_ID, save_tiny, tiny_target
@@ -255,23 +254,6 @@ def test_sampled_without_baseline(target: Target) -> None:
     assert first.whole.acceptance == again.whole.acceptance
     json.dumps(first.as_dict(), allow_nan=False)
     assert prompt_seed("a", 0) != prompt_seed("a", 1)
-
-
-def test_acceptance_while_training_equals_the_report(target: Target) -> None:
-    drafter = head(target)
-    drafter.train()
-    report = evaluate(target, drafter, PROMPTS, EvalSettings(max_new_tokens=10))
-    rendered: dict[str, Any] = {}
-    for prompt in PROMPTS:
-        ids = target.tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
-        rendered.setdefault(prompt.domain, []).append(ids)
-    found = measure_acceptance(target, drafter, rendered, max_new_tokens=10)
-    assert drafter.training
-    assert found.tau == report.whole.acceptance.tau
-    assert found.alpha == report.whole.acceptance.alpha
-    assert found.domains == report.as_dict()["domains"]
-    with pytest.raises(ValueError, match="at least one prompt"):
-        measure_acceptance(target, drafter, {})
 
 
 def test_prompts(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from eval.calibration import (
     calibrated,
     expected_calibration_error,
     fit_temperatures,
-    load_temperatures,
+    load_calibrated,
     reliability,
     save_calibration,
 )
 from eval.decoder import Generation
+from eval.estimator import Calibrated
 
 GREEDY = {"temperature": 0.0, "top_k": None, "top_p": None}
 
@@ -129,7 +130,8 @@ def test_saved_by_sampling(tmp_path) -> None:
     save_calibration(tmp_path, found, GREEDY)
     save_calibration(tmp_path, calibrate(planted(4000, [1.0, 1.0])), sampled)
     save_calibration(tmp_path, found, GREEDY)
-    assert load_temperatures(tmp_path, GREEDY) == found.temperatures
-    assert load_temperatures(tmp_path, sampled) != found.temperatures
-    with pytest.raises(ValueError, match=r"no temperatures for \{'temperature': 0.7"):
-        load_temperatures(tmp_path, GREEDY | {"temperature": 0.7})
+    assert load_calibrated(tmp_path, GREEDY) == Calibrated(found.temperatures)
+    other = load_calibrated(tmp_path, sampled)
+    assert other is not None
+    assert other.temperatures != found.temperatures
+    assert load_calibrated(tmp_path, GREEDY | {"temperature": 0.7}) is None

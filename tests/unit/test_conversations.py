@@ -181,7 +181,7 @@ def test_refused_rows_are_counted_and_all_refused_is_an_error(tmp_path: Path) ->
     kept, report = read_source(SourceSettings("jsonl", lines(tmp_path / "a.jsonl", rows)), tokenizer)
     assert len(kept) == 1
     assert report.dropped == {"refused by the chat template": 1}
-    assert any("a.jsonl:1: turn 1" in line for line in report.lines())
+    assert "a.jsonl:1: turn 1" in str(report.first_refusal)
     with pytest.raises(TemplateError, match="refused every row"):
         read_source(SourceSettings("jsonl", lines(tmp_path / "b.jsonl", rows[:1])), tokenizer)
 

@@ -14,6 +14,7 @@ from drafters.sampling import DRAFT_STREAM, Sampling, counter_uniform, draw
 from eval import verification
 from eval.cache import BufferedLayer, RowCache, check_cacheable
 from eval.decoder import Clock, DecodeSettings, Generation, generate
+from tests import checks
 from tests.doubles import START_ID, endless_target, tiny_target
 
 K = 3
@@ -172,17 +173,7 @@ def test_end_of_turn_inside_accepted_tokens() -> None:
 
 def test_drafter_sees_the_features_of_the_text(llama: Target) -> None:
     drafter = sometimes(llama)
-    results = decode(llama, drafter)
-    (state,) = drafter.states
-    order = sorted(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
-    for row, index in enumerate(order):
-        text = PROMPTS[index] + results[index].tokens
-        seen = state.tokens[row]
-        assert seen == text[: len(seen)]
-        assert len(seen) > len(PROMPTS[index]) + K
-        truth = llama.forward(torch.tensor([seen[:-1]]), drafter.needs.layers)
-        torch.testing.assert_close(torch.cat(state.aux[row]), truth.aux[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(torch.cat(state.last[row]), truth.last[0], rtol=1e-4, atol=1e-4)
+    checks.saw_the_text(llama, drafter, PROMPTS, decode(llama, drafter), K)
 
 
 def test_sampled_tokens_are_equal_alone_and_in_a_batch(llama: Target) -> None:

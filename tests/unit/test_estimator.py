@@ -8,7 +8,7 @@ import torch
 
 from drafters.contract import Proposal
 from drafters.sampling import Sampling
-from eval.calibration import Rounds, attach_estimator, calibrate, load_estimator, save_calibration
+from eval.calibration import Rounds, attach_estimator, calibrate, load_calibrated, save_calibration
 from eval.drafted import draft
 from eval.estimator import BIAS, WEIGHT, Calibrated, Estimator, fit_estimator
 
@@ -66,14 +66,14 @@ def test_calibration_fits_it_first_and_keeps_it_beside_the_head(tmp_path) -> Non
     assert found.after.ece < 0.03 < found.before.ece
     assert found.temperatures == pytest.approx([1.0, 1.0], rel=0.25)
     save_calibration(tmp_path, found, GREEDY)
-    assert load_estimator(tmp_path, GREEDY) == found.estimator
+    assert load_calibrated(tmp_path, GREEDY) == Calibrated(found.temperatures, found.estimator)
     drafter = torch.nn.Module()
     assert attach_estimator(drafter, tmp_path, GREEDY)
     assert drafter.estimator == Calibrated(found.temperatures, found.estimator)
     assert not attach_estimator(torch.nn.Module(), tmp_path, GREEDY | {"temperature": 1.0})
     assert not attach_estimator(torch.nn.Module(), tmp_path / "none", GREEDY)
-    save_calibration(tmp_path, calibrate(rounds), GREEDY)
-    assert load_estimator(tmp_path, GREEDY) is None
+    save_calibration(tmp_path, own := calibrate(rounds), GREEDY)
+    assert load_calibrated(tmp_path, GREEDY) == Calibrated(own.temperatures)
 
 
 class Sure(torch.nn.Module):

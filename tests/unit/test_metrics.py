@@ -8,7 +8,7 @@ import torch
 from data.target import Target
 from eval import lossless
 from eval.decoder import Generation
-from eval.lossless import Difference, compare, first_difference, float32_weights, margin, rounding_bound
+from eval.lossless import Difference, compare, first_difference, float32_weights, rounding_bound
 from eval.metrics import Work, acceptance, speed
 from tests.doubles import START_ID, tiny_model, tiny_target, tiny_tokenizer
 
@@ -17,8 +17,15 @@ ONE = Generation([1] * 9, emitted=[4, 1, 3], accepted=[3, 0, 2], proposed=[3, 3,
 TWO = Generation([1] * 5, emitted=[2, 2], accepted=[1, 2], proposed=[3, 2], verified=[1, 3], stopped=True)
 
 
+def margin(target: Target, text: list[int], pair: tuple[int, int]) -> tuple[float, float]:
+    """(gap, bound) of two tokens after a text, in float32."""
+    dtype = target.dtype
+    with lossless.float32_weights(target):
+        return lossless.margin(target, text, pair, dtype)
+
+
 def test_acceptance_by_hand() -> None:
-    found = acceptance([ONE, TWO], 3, ["json", "prose"])
+    found = acceptance([ONE, TWO], 3)
     assert found.tau == pytest.approx(12 / 5)
     assert found.accepted == pytest.approx(7 / 5)
     assert found.tau_verified == pytest.approx(1 + 9 / 5)
@@ -29,7 +36,7 @@ def test_acceptance_by_hand() -> None:
     assert found.survival == pytest.approx([4 / 5, 3 / 5, 1 / 4])
     assert found.rounds == 5
     assert found.tokens == 14
-    assert found.domains == pytest.approx({"json": 8 / 3, "prose": 4 / 2})
+    assert [acceptance([one], 3).tau for one in (ONE, TWO)] == pytest.approx([8 / 3, 4 / 2])
 
 
 def test_acceptance_without_rounds() -> None:

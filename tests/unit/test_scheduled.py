@@ -19,7 +19,7 @@ from eval.scheduled import NoCost, Scheduled, ScheduleSettings, cut_short
 from eval.scheduler import Load, Outcome, Scheduler, Threshold
 from eval.steady import Loop
 from eval.verification import Verdict
-from tests.doubles import END_ID, START_ID, tiny_target
+from tests.doubles import START_ID, endless_target
 
 K = 3
 PROMPTS = [[START_ID, 9, 10, 11, 12], [START_ID, 30], [START_ID, 21, 22, 23, 24]]
@@ -110,11 +110,7 @@ def decode(target: Target, drafter: Drafter | None, how: Loop | None, **changes:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """A target that does not end its greedy answers."""
-    made = tiny_target("llama")
-    with torch.no_grad():
-        made.parts.head[END_ID] = 0
-    return Target(made.model, made.tokenizer, name="endless")
+    return endless_target()
 
 
 SCHEDULES = [

@@ -9,23 +9,19 @@ from hydra import compose, initialize_config_module
 from checkpoints.files import read_json, write_json
 from checkpoints.run import ROOT
 from eval.decoder import Generation
-from eval.hardware import Parallel, Roofline, load_hardware, slower_network
+from eval.hardware import Parallel, load_hardware
 from eval.hardware_measured import Measured, StepTable
-from eval.hardware_shapes import layer_drafter, one_layer_drafter, target_shape
+from eval.hardware_shapes import layer_drafter, target_shape
+from eval.plots import png
 from eval.scheduler import build
 from eval.serving import SimulateSettings, plot_depth, run
 from eval.simulate import Served, Simulation, Traffic, best_by_concurrency, engine_hints, pareto, ranges
 from eval.traces import Traces
-from tests.unit.test_scheduler import Line
+from tests.unit.test_hardware import slower_network
+from tests.unit.test_scheduler import Line, h200
 
 ALPHA = [0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5]
 LAST = 512.0
-
-
-def h200() -> Roofline:
-    target = target_shape("llama-3.1-8b")
-    drafter = one_layer_drafter(target, 14336, (32, 8, 128), 32000)
-    return load_hardware(ROOT / "conf" / "hardware" / "h200.yaml").roofline("sglang", target, drafter)
 
 
 def served(name: str, load: float, requests: int, answer: int) -> Served:
@@ -177,7 +173,7 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG"
     assert read_json(tmp_path / "out" / "simulate.json") == report
     assert set(read_json(tmp_path / "out" / "hints.json")) >= {"vllm", "sglang"}
-    assert plot_depth([point(1, 2)], "x", tmp_path / "one.png").exists()
+    assert png(plot_depth, [point(1, 2)], "x")[:4] == b"\x89PNG"
 
 
 def test_settings_refuse_what_cannot_be() -> None:

@@ -159,17 +159,7 @@ def test_alpha_of_a_tree_counts_proposed_slots_alone(llama: Target) -> None:
 
 def test_drafter_sees_the_features_of_the_text(llama: Target) -> None:
     drafter = toy(llama)
-    results = by_tree(llama, drafter, TREES["dynamic"])
-    (state,) = drafter.states
-    order = sorted(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
-    for row, index in enumerate(order):
-        text = PROMPTS[index] + results[index].tokens
-        seen = state.tokens[row]
-        assert seen == text[: len(seen)]
-        assert len(seen) > len(PROMPTS[index]) + K
-        truth = llama.forward(torch.tensor([seen[:-1]]), drafter.needs.layers)
-        torch.testing.assert_close(torch.cat(state.aux[row]), truth.aux[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(torch.cat(state.last[row]), truth.last[0], rtol=1e-4, atol=1e-4)
+    checks.saw_the_text(llama, drafter, PROMPTS, by_tree(llama, drafter, TREES["dynamic"]), K)
 
 
 def test_same_noise_gives_the_plain_runs_text(llama: Target) -> None:
@@ -251,8 +241,8 @@ def test_a_node_that_sees_its_sibling_is_seen(llama: Target, monkeypatch: pytest
 def test_columns_that_are_not_moved_are_seen(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = RowCache.keep_nodes
 
-    def first_columns(self: RowCache, nodes: Tensor, counts: list[int], new: int) -> None:
-        keep(self, torch.arange(nodes.shape[1]).expand_as(nodes), counts, new)
+    def first_columns(self: RowCache, nodes: Tensor, counts: list[int]) -> None:
+        keep(self, torch.arange(nodes.shape[1]).expand_as(nodes), counts)
 
     monkeypatch.setattr(RowCache, "keep_nodes", first_columns)
     made = by_tree(llama, toy(llama), TREES["static"], max_new_tokens=20)
