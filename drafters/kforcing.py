@@ -335,7 +335,7 @@ class KForcing(BlockDrafter):
     def _self_forced(self, batch: Batch, labels: Grid, drawn: Draws) -> Draws:
         """Labels of some rows by the frozen drafter: its first half, then, behind that half as the target reads it, its
         second. Whole rows, since the target reads a row before it reads any branch of it. Where exact labels stay, the
-        noise does too, and the frozen drafter speaks behind them if it said each of them itself; else noise is fresh."""
+        noise does too, and the frozen drafter speaks behind them if it said each of them; else noise is fresh."""
         assert self._stage is not None
         half, read, share, exact = self._stage
         numbers = batch.first_row + batch.row_step * torch.arange(len(batch.tokens))  # on the host, which need not wait

@@ -21,8 +21,8 @@ from eval.branches import check_branches, read_branches
 @dataclass(frozen=True)
 class Stage:
     """half: folder of the frozen drafter. share: of the packed rows that learn its labels; the others keep the target's
-    own. start: begin from its tensors. exact: in those rows, too, keep the target's labels as far as they are known, and
-    take the half's only behind them, where it agreed with them all; false: every label of such a row is the half's."""
+    own. start: begin from its tensors. exact: in those rows, too, keep the target's labels as far as they are known,
+    and take the half's only behind them, where it agreed with them all; false: all labels of such a row are its own."""
 
     half: str
     share: float = 0.5

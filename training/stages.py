@@ -3,8 +3,8 @@
     python -m training.stages prepared=outputs/prepare/... drafter=NAME +windows=[1,2,4] hydra.run.dir=outputs/mine
 
 Leaves window-K/ for every window K, each a run's folder with its drafter/; the stage of K slots learns from the
-drafter of K / 2 (training.progressive). +share and +start are the stages' own. The same command goes on where it was
-stopped.
+drafter of K / 2 (training.progressive). +share, +start and +exact are the stages' own. The same command goes on where
+it was stopped.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from training.train import GROUPS, run
 
 
 def run_stages(config: DictConfig, out: Path, windows: Sequence[int], **stage: Any) -> list[dict[str, Any]]:
-    """Train windows in order, each twice the one before. stage: share and start of training.progressive.Stage. Returns
-    what each run found. ValueError when windows do not double."""
+    """Train windows in order, each twice the one before. stage: share, start and exact of training.progressive.Stage.
+    Returns what each run found. ValueError when windows do not double."""
     if not windows or any(b != 2 * a for a, b in zip(windows, windows[1:], strict=False)):
         raise ValueError(f"windows must double from stage to stage, as in [1,2,4], got {list(windows)}")
     found: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ def main(config: DictConfig) -> None:
     """All stages; prints where each drafter lies."""
     OmegaConf.set_struct(config, False)
     windows = config.pop("windows", [1, 2, 4])
-    stage = {name: config.pop(name) for name in ("share", "start") if name in config}
+    stage = {name: config.pop(name) for name in ("share", "start", "exact") if name in config}
     known_groups(config, *GROUPS)
     for one in run_stages(config, Path(HydraConfig.get().runtime.output_dir), list(windows), **stage):
         Console().print(f"window {one['window']}: greedy tau {one['tau']:.3f}: {one['drafter']}", soft_wrap=True)

@@ -285,7 +285,8 @@ def test_known_labels_stay_and_the_half_speaks_behind_them(width: int, target: T
     for batch, plain in zip(batches, exact, strict=True):
         labels = grid(batch, 2 * width)
         mixed = drafter.draws(batch, labels)
-        assert torch.equal(mixed.noise, plain.noise) and torch.equal(mixed.tau, plain.tau)
+        assert torch.equal(mixed.noise, plain.noise)
+        assert torch.equal(mixed.tau, plain.tau)
         for b, i in labels.mask[..., 0].nonzero().tolist():
             known = plain.mask[b, i]
             assert torch.equal(mixed.labels[b, i][known], plain.labels[b, i][known])
@@ -302,7 +303,8 @@ def test_known_labels_stay_and_the_half_speaks_behind_them(width: int, target: T
             else:
                 assert torch.equal(mixed.mask[b, i], known)
                 refused += 1
-    assert agreed and refused
+    assert agreed > 0
+    assert refused > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -16,6 +16,7 @@ from tests.doubles import HIDDEN_SIZE, VOCAB_SIZE, tiny_target
 
 LAYERS = (0, 2, 3)
 SMALL = 16_000
+ALONE = 1  # batch_tokens: a forward for each conversation, since rounding depends on what is read beside it
 A, B = [2, 9, 9, 5], [2, 9, 7]
 
 
@@ -39,7 +40,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def plain(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
     """bfloat16 layers, float16 last hidden state: what `auto` keeps for a float32 target."""
-    return capture(target, conversations(), LAYERS, tmp_path_factory.mktemp("plain"), shard_bytes=SMALL)
+    return capture(target, conversations(), LAYERS, tmp_path_factory.mktemp("plain"), ALONE, shard_bytes=SMALL)
 
 
 def sizes(folder: Path) -> int:
@@ -83,7 +84,7 @@ def test_plan_counts_prefixes_once() -> None:
 @pytest.mark.parametrize("name", ["fp8", "int12", "int8", "int4"])
 def test_kept_in_fewer_bits(target: Target, plain: FeatureStore, tmp_path: Path, name: str) -> None:
     asked = StoreSettings(name)
-    store = capture(target, conversations(), LAYERS, tmp_path, dtype=asked, shard_bytes=SMALL)
+    store = capture(target, conversations(), LAYERS, tmp_path, ALONE, dtype=asked, shard_bytes=SMALL)
     allowed = {"fp8": 0.03, "int12": 0.002, "int8": 0.02, "int4": 0.2}[name]
     assert read_json(tmp_path / "header.json")["version"] == 2
     for index in range(len(store)):
@@ -123,7 +124,7 @@ def test_a_last_hidden_state_of_too_few_bits_is_refused(target: Target, plain: F
 def test_converted_is_captured_so(target: Target, plain: FeatureStore, tmp_path: Path, asked: StoreSettings) -> None:
     """Byte for byte, so a store that exists answers what a new capture would be worth."""
     captured, converted = tmp_path / "captured", tmp_path / "converted"
-    capture(target, conversations(), LAYERS, captured, dtype=asked, shard_bytes=SMALL)
+    capture(target, conversations(), LAYERS, captured, ALONE, dtype=asked, shard_bytes=SMALL)
     convert(target, plain.folder, converted, asked, shard_bytes=SMALL)
     assert files(converted) == files(captured)
     again = convert(target, plain.folder, converted, asked, shard_bytes=SMALL)
@@ -165,7 +166,7 @@ def test_shared_prefixes_are_kept_once(target: Target, plain: FeatureStore, tmp_
 
 def test_teacher_in_answers_only(target: Target, plain: FeatureStore, tmp_path: Path) -> None:
     asked = StoreSettings(teacher_at="answers")
-    store = capture(target, conversations(), LAYERS, tmp_path, dtype=asked, shard_bytes=SMALL)
+    store = capture(target, conversations(), LAYERS, tmp_path, ALONE, dtype=asked, shard_bytes=SMALL)
     for index in range(len(store)):
         ours, exact = store[index], plain[index]
         answered = exact.turns > 0
