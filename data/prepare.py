@@ -319,6 +319,9 @@ def show(console: Console, summary: dict[str, Any]) -> None:
     for part in ("prompts", "answers"):
         for reason, count in sorted((summary[part] or {}).get("dropped", {}).items()):
             table.add_row(f"prompt dropped: {reason}", f"{count:,}")
+    if failed := (summary["answers"] or {}).get("errors"):
+        table.add_row("prompts without an answer (the same command asks again)", f"{len(failed):,}")
+        table.add_row("the first of them", f"{next(iter(failed))}: {failed[next(iter(failed))]}")
     for reason, count in sorted(rows["dropped"].items()):
         table.add_row(f"dropped: {reason}", f"{count:,}")
     for name, count in summary["domains"].items():

@@ -1,8 +1,10 @@
 """The target answers: the same text alone and in a crowd, killed or not, in process or through a server."""
 
 import dataclasses
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from rich.console import Console
 
 from data.answers import AnswerSettings, answer, request_seed
 from data.chat import Template
 from data.conversations import Prompt
 from data.decoding import Decoder, Request, next_tokens
 from data.journal import Journal, check_header
+from data.prepare import show
 from drafters.sampling import Sampling
 from tests.doubles import CHAT_TEMPLATE, END_ID, tiny_model, tiny_target, tiny_tokenizer
 
@@ -328,3 +332,16 @@ def test_a_target_is_known_by_its_weights_not_by_its_name(tmp_path: Path) -> Non
         check_header(wrote, {"sampling": 1, "target": same["target"] | {"weights": "v"}}, tmp_path / "j")
     with pytest.raises(ValueError, match=r"'\./a'.*'b'"):
         check_header({"target": {"name": "./a"}}, {"target": {"name": "b"}}, tmp_path / "j")
+
+
+def test_failed_answers_are_shown() -> None:
+    """prepare says how many prompts have no answer, and why the first has none."""
+    found = {"dropped": {"too long": 2}, "errors": {"p6": "HTTP 400: busy", "p7": "HTTP 500"}}
+    rows = {"read": 9, "dropped": {}, "truncated": 0}
+    summary = {"target": {"name": "t"}, "rows": rows, "prompts": None, "answers": found, "domains": {}, "tokens": 1}
+    summary |= {"answer_tokens": 1, "coverage": [], "layers": [0], "feature_bytes": 0}
+    console = Console(record=True, width=120, file=io.StringIO())
+    show(console, summary)
+    text = console.export_text()
+    assert re.search(r"prompts without an answer .* 2 ", text)
+    assert "p6: HTTP 400: busy" in text
