@@ -26,7 +26,7 @@ from drafters.branches import Branches
 from drafters.contract import Batch, Coupling, Drafter, Grid, Proposal, SlotBatch, TargetParts, grid
 from drafters.drafting import choose
 from drafters.layers import complete
-from drafters.noise import PointwiseNoiseEncoder, bins, pick
+from drafters.noise import PointwiseNoiseEncoder, bins, pick, pick_ranked
 from drafters.sampling import DRAFT_STREAM, NOISE_STREAM, TRAIN_STREAM, Sampling, counter_uniform
 from drafters.vocabulary import DraftVocabulary
 
@@ -298,7 +298,7 @@ class KForcing(BlockDrafter):
             drawn, anew, data = noise[rows, place], fresh[rows, place], batch.tokens[rows, place + 1]
             left, right = bins(probs, data, self.ranked)
             drawn = torch.where(anew, drawn, left + (right - left) * drawn)
-            wanted = pick(probs, drawn, self.ranked) if some else data
+            wanted = (pick_ranked if self.ranked else pick)(probs, drawn) if some else data
             picks[rows, place] = torch.where(anew, wanted, torch.where(right > left, data, -1))
             noise[rows, place] = drawn
         return noise, picks

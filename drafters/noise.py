@@ -22,6 +22,20 @@ def pick(probs: Tensor, noise: Tensor, ranked: bool = False) -> Tensor:
     return ordered.indices.gather(-1, draw(ordered.values, noise)[..., None])[..., 0]
 
 
+def pick_ranked(probs: Tensor, noise: Tensor, top: int = 1024) -> Tensor:
+    """`pick` in ranked order of probs [N, V] in float32 and noise [N], without sorting what need not be: the `top`
+    likeliest tokens first, and whole rows only where the noise lies beyond them. The host waits for how many those are.
+    """
+    ids = torch.arange(probs.shape[-1], device=probs.device, dtype=torch.float64)
+    # Neighbouring float32 differ by 2^-24 of themselves: less than that sets equal ones in order of ids.
+    first = (probs.double() * (1 - ids * 2.0**-45)).topk(min(top, len(ids))).indices
+    reached = probs.gather(-1, first).double().cumsum(-1) > (noise * probs.double().sum(-1))[:, None]
+    beyond = ~reached[:, -1]
+    found = first.gather(-1, reached.int().argmax(-1, keepdim=True))[:, 0]
+    found[beyond] = pick(probs[beyond], noise[beyond], ranked=True)
+    return found
+
+
 def bins(probs: Tensor, tokens: Tensor, ranked: bool = False) -> tuple[Tensor, Tensor]:
     """The noises that `pick` maps to tokens: [left, right) in float64, of probs [..., V] at tokens [...].
 

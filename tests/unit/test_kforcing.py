@@ -11,7 +11,7 @@ from torch import Tensor
 from data.target import Target
 from drafters.contract import Batch, grid
 from drafters.kforcing import KForcing, _rows_of
-from drafters.noise import PointwiseNoiseEncoder, bins, pick, sinusoid
+from drafters.noise import PointwiseNoiseEncoder, bins, pick, pick_ranked, sinusoid
 from drafters.sampling import DRAFT_STREAM, NOISE_STREAM, Sampling, counter_uniform
 from eval.decoder import DecodeSettings
 from eval.evaluate import EvalSettings
@@ -83,6 +83,17 @@ def uniform_distance(noise: Tensor) -> float:
     """Kolmogorov-Smirnov distance to the uniform distribution."""
     ordered = noise.sort().values
     return float((ordered - torch.arange(1, len(noise) + 1) / len(noise)).abs().max())
+
+
+@pytest.mark.parametrize("top", [1, 7, 512])
+def test_ranked_picks_equal_those_of_a_whole_sort(top: int) -> None:
+    """Logits of 8 bits: many tokens are equally likely, and those go by id."""
+    generator = torch.Generator().manual_seed(0)
+    probs = (3 * torch.randn(300, 512, generator=generator)).bfloat16().float().softmax(-1)
+    noise = torch.rand(300, generator=generator, dtype=torch.float64)
+    noise[:2] = torch.tensor([0.0, 1 - 2**-53])
+    assert len(probs[0].unique()) < 480, "some are equal"
+    assert torch.equal(pick_ranked(probs, noise, top), pick(probs, noise, ranked=True))
 
 
 @pytest.mark.parametrize("ranked", [False, True])
