@@ -75,13 +75,14 @@ def _set(holder: Any, key: Any, value: Any) -> None:
 
 class Captured(Generic[T]):
     """A part of a round as a CUDA graph: `run` reads and writes fixed tensors and returns others, which every replay
-    fills anew. changed: what it changes, put back after the warm-up. RuntimeError for a part that no graph can hold.
+    fills anew. changed: what it changes, put back after the warm-up. pool: memory that it may share (see Parts).
+    RuntimeError for a part that no graph can hold.
 
     cuBLAS keeps a workspace for each stream, and a graph that of the stream it was captured on. Graphs that run at once
     on two streams must not write into the same: so a part is captured on the stream that it will run on, where that is
     not the default one, which cannot be captured."""
 
-    def __init__(self, run: Callable[[], T], changed: list[Tensor]) -> None:
+    def __init__(self, run: Callable[[], T], changed: list[Tensor], pool: Any) -> None:
         current = torch.cuda.current_stream()
         apart = current != torch.cuda.default_stream()
         saved = [tensor.clone() for tensor in changed]
@@ -95,7 +96,7 @@ class Captured(Generic[T]):
         current.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self.graph, stream=current if apart else None):
+            with torch.cuda.graph(self.graph, pool=pool, stream=current if apart else None):
                 self.value = run()
         except torch.OutOfMemoryError:
             raise
@@ -112,10 +113,16 @@ class Captured(Generic[T]):
 
 
 class Parts:
-    """A round's parts by name: graphs where `graphs` is set, plain calls elsewhere."""
+    """A round's parts by name: graphs where `graphs` is set, plain calls elsewhere.
+
+    The graphs share one pool: they never run at the same time, so what one of them needs inside another may have. It
+    may be what a graph captured later leaves: so that is read by the next graph alone, and one captured after it, as
+    draft, verify and commit of one depth are. Groups that run at once have parts, and so a pool, of their own.
+    """
 
     def __init__(self, graphs: bool, changed: list[Tensor]) -> None:
         self.graphs, self.changed = graphs, changed
+        self.pool: Any = None
         self._captured: dict[tuple[Any, ...], Captured[Any]] = {}
 
     def ready(self, key: tuple[Any, ...], run: Callable[[], Any]) -> float:
@@ -125,7 +132,8 @@ class Parts:
             return 0.0
         torch.cuda.synchronize()  # what is under way is the rounds' own time
         started = time.perf_counter()
-        self._captured[key] = Captured(run, self.changed)
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        self._captured[key] = Captured(run, self.changed, self.pool)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,8 +76,14 @@ class Client:
         self.model = str(self._get(dialect.models)["data"][0]["id"])
 
     def version(self) -> str:
-        """The server's own word for its version."""
-        return str(self._get(self.dialect.version).get("version", "unknown"))
+        """The server's own word for its version; "unknown" where none of the dialect's pages tells it, which is no
+        reason to end a measurement."""
+        for path in self.dialect.versions:
+            with suppress(RuntimeError, ValueError):  # no such page here, or not JSON
+                found = self._get(path)
+                if isinstance(found, dict) and isinstance(found.get("version"), str):
+                    return found["version"]
+        return "unknown"
 
     def ask(self, asks: Sequence[Ask], concurrency: int) -> list[Answered]:
         """Answers to all requests, `concurrency` at a time."""

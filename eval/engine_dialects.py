@@ -108,16 +108,16 @@ class Setup:
 @dataclass(frozen=True)
 class Dialect:
     """command(setup, port, drafted): words that start a server. path: of requests. body(ask, model): a request's JSON.
-    read(event, seen, num_slots): a stream's event, after `seen` tokens of a request drafted by num_slots. models,
-    version: paths that name the model and the version. counters(text): from /metrics. ordered: whether it can tell a
-    request's rounds in their order."""
+    read(event, seen, num_slots): a stream's event, after `seen` tokens of a request drafted by num_slots. models: path
+    that names the model. versions: paths that may tell the version; the first that does is taken. counters(text): from
+    /metrics. ordered: whether it can tell a request's rounds in their order."""
 
     command: Callable[[Setup, int, bool], list[str]]
     path: str
     body: Callable[[Ask, str], dict[str, Any]]
     read: Callable[[dict[str, Any], int, int], Piece]
     models: str
-    version: str
+    versions: tuple[str, ...]
     counters: Callable[[str], Counters]
     ordered: bool = True
 
@@ -270,7 +270,7 @@ def _sglang_counters(text: str) -> Counters:
 
 
 _VLLM = Dialect(
-    _vllm_command, "/v1/completions", _vllm_body, _vllm_read, "/v1/models", "/version", counters=_vllm_counters
+    _vllm_command, "/v1/completions", _vllm_body, _vllm_read, "/v1/models", ("/version",), counters=_vllm_counters
 )
 DIALECTS: dict[str, Dialect] = {
     "vllm": _VLLM,
@@ -281,7 +281,7 @@ DIALECTS: dict[str, Dialect] = {
         _sglang_body,
         _sglang_read,
         "/v1/models",
-        "/server_info",
+        ("/server_info", "/get_server_info"),  # servers had the second before they had the first
         _sglang_counters,
         ordered=False,
     ),

@@ -130,7 +130,8 @@ class DrafterShape:
     @classmethod
     def from_declared(cls, declared: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...]], target: Stack) -> Self:
         """declared: a drafter's config.json. sizes: tensor shapes by name. See `from_folder`. The drafter runs in the
-        precision of the target's head, whatever its file holds."""
+        precision of the target's head, whatever its file holds. Its routed experts, if a layer of the target's own kind
+        has some, are chosen as the target's are; ValueError when the target described has none."""
         settings, num_slots, precision = declared["settings"], int(declared["num_slots"]), target.head_precision
         family = family_of(declared)
         words, of = (declared["vocabulary"][name] for name in ("size", "target_size"))
@@ -138,12 +139,15 @@ class DrafterShape:
             whole = from_config(settings["config"], precision)
             return cls(family, replace(whole, head=whole.head * words // of), 0, num_slots)
         counted = {name: math.prod(shape) for name, shape in sizes.items() if not LOOKED_UP & set(name.split("."))}
+        routed = {name: counted.pop(name) for name in list(counted) if "experts" in name.split(".")}
+        modules = int(settings.get("modules", 1))
+        experts = _routed(sum(routed.values()) // modules, target, precision)
         body = sum(size for name, size in counted.items() if name.split(".")[0] in BODY)
         head = sum(size for name, size in counted.items() if name.split(".")[0] == "lm_head")
         rest = sum(counted.values()) - body - head
         slot = rest // num_slots if family == "heads" else rest
         if family not in ("heads", "sequential"):
-            body, slot = (body + rest) // int(settings.get("modules", 1)), 0  # a slot reads one of its modules
+            body, slot = (body + rest) // modules, 0  # a slot reads one of its modules
         if not head and not (family == "heads" and settings.get("head") == "own"):
             head = target.head * words // of
         depth = len({name.split(".")[1] for name in sizes if name.startswith("layers.")}) or 1
@@ -152,8 +156,17 @@ class DrafterShape:
         if layer := settings.get("layer"):  # else layers of the target's own kind
             kv_bytes = 2 * layer["num_key_value_heads"] * depth * layer["head_dim"] * PRECISION_BYTES[precision]
             flops = 4.0 * layer["num_attention_heads"] * depth * layer["head_dim"]
-        stack = Stack(depth, target.width, body, head, kv_bytes, flops, None, precision, precision)
+        stack = Stack(depth, target.width, body, head, kv_bytes, flops, experts, precision, precision)
         return cls(family, stack, slot, num_slots)
+
+
+def _routed(parameters: int, target: Stack, precision: str) -> Experts | None:
+    """The routed experts of one layer that holds `parameters` in all of them; None for 0."""
+    if not parameters:
+        return None
+    if target.experts is None:
+        raise ValueError("the drafter has routed experts and the target described has none: describe its own target")
+    return replace(target.experts, parameters=parameters // target.experts.count, layers=1, precision=precision)
 
 
 def family_of(declared: Mapping[str, Any]) -> Family:

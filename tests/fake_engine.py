@@ -1,10 +1,11 @@
 """A serving engine in a few lines: streams known answers in known rounds, and moves vLLM's and SGLang's counters.
 
     python fake_engine.py --port PORT [--drafted] [--fault die|hang|short|other] [--delay S] [--child FILE]
+        [--info PATH]
 
 Answer to a prompt: token i is (sum of its ids + i) % 50 + 4, up to max_tokens. Drafted, rounds accept 2, 0, 3, 2, ...
 of 3 drafts. Every event waits --delay seconds. Faults come with the first request of more than 4 tokens. --child: start
-a child process that lives until killed, its id in FILE. Standard library only.
+a child process that lives until killed, its id in FILE. --info: where SGLang tells its version. Standard library only.
 """
 
 import argparse
@@ -39,8 +40,17 @@ class Engine(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int, drafted: bool, fault: str = "", delay: float = 0.0, per_request: bool = True) -> None:
+    def __init__(
+        self,
+        port: int,
+        drafted: bool,
+        fault: str = "",
+        delay: float = 0.0,
+        per_request: bool = True,
+        info: str = "/server_info",
+    ) -> None:
         super().__init__(("127.0.0.1", port), Handler)
+        self.info, self.about = info, '{"version": "fake-2"}'
         self.drafted, self.fault, self.delay, self.per_request = drafted, fault, delay, per_request
         # Totals never start at zero in the life of a server that others use.
         self.drafts, self.accepted, self.per_slot, self.tokens = 100, 50, [40, 10, 0], 1000
@@ -79,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802 - the library's name
         pages = {"/metrics": self.server.metrics(), "/health": "", "/version": '{"version": "fake-1"}'}
-        pages |= {"/v1/models": '{"data": [{"id": "fake"}]}', "/server_info": '{"version": "fake-2"}'}
+        pages |= {"/v1/models": '{"data": [{"id": "fake"}]}', self.server.info: self.server.about}
         self._send(200 if self.path in pages else 404, pages.get(self.path, ""))
 
     def do_POST(self) -> None:  # noqa: N802 - the library's name
@@ -166,6 +176,7 @@ def main() -> None:
     parser.add_argument("--fault", default="")
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--child")
+    parser.add_argument("--info", default="/server_info")
     given = parser.parse_args()
     print("fake engine: a line of log", flush=True)
     if given.child:
@@ -174,7 +185,7 @@ def main() -> None:
             handle.write(str(child.pid))
     if given.fault == "start":
         sys.exit("fake engine: no such model")
-    Engine(given.port, given.drafted, given.fault, given.delay).serve_forever()
+    Engine(given.port, given.drafted, given.fault, given.delay, info=given.info).serve_forever()
 
 
 if __name__ == "__main__":

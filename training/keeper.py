@@ -90,7 +90,8 @@ class Keeper(Callback):
     """Writes checkpoints/last.ckpt every `every` optimizer steps and at each measurement, and best-STEP/ whenever tau
     rises. Every rank knows the best; rank 0 writes it.
 
-    run: fingerprints of what a resumed run must share (target weights, data, draft vocabulary).
+    run: fingerprints of what a resumed run must share (target weights, data, draft vocabulary, a stage's
+    frozen half).
     """
 
     def __init__(

@@ -33,7 +33,11 @@ FREE_TO_CHANGE = (
 # Settings that name a file or folder: two spellings of one place are equal.
 PLACES = ("prepared", "init", "target.name", "heldout.path", "heldout.eval_path", "drafter.stage.half")
 # Settings that a fingerprint says better, where both runs have it: weights that moved are the same weights.
-SETTLED = {"target.name": "fingerprint.target", "target.revision": "fingerprint.target"}
+SETTLED = {
+    "target.name": "fingerprint.target",
+    "target.revision": "fingerprint.target",
+    "drafter.stage.half": "fingerprint.stage.half",
+}
 BARE = re.compile(r"[\w/.@+-]+")  # text that Hydra's command line takes without quotes,
 READS_OTHERWISE = re.compile(r"null|true|false|nan|[+-]?(inf|[\d.][\d._]*(e[+-]?\d+)?)", re.IGNORECASE)  # unless so
 
@@ -93,8 +97,9 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Keys of settings that changed and may not."""
-    keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(FREE_TO_CHANGE)]
+    """Keys of settings that changed and may not. A fingerprint that a checkpoint is too old to have has no say."""
+    unknown = {key for key in new.keys() - old.keys() if key.startswith("fingerprint.")}
+    keys = [key for key in sorted((old.keys() | new.keys()) - unknown) if not key.startswith(FREE_TO_CHANGE)]
     settled = {key for key, mark in SETTLED.items() if mark in old and old[mark] == new.get(mark)}
     return [key for key in keys if key not in settled and place(key, old.get(key)) != place(key, new.get(key))]
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from checkpoints.folder import load_drafter
+from checkpoints.files import fingerprint
+from checkpoints.folder import load_drafter, read_drafter
 from data.target import Target
 from drafters.contract import Batch, Drafter
 from eval.branches import check_branches, read_branches
@@ -46,6 +47,14 @@ def begin(drafter: Drafter, stage: Stage, target: Target) -> list[str]:
         check_branches(target, f"drafter.stage of {drafter.num_slots} slots")
     half = load_drafter(Path(stage.half).expanduser(), target.parts, torch.float32)
     return drafter.begin_stage(half, partial(read_behind, target), stage.share, stage.start, stage.exact)
+
+
+def marks(stage: Stage | None) -> dict[str, str]:
+    """What a resumed run's stage must share: the frozen half's settings and tensors; nothing without a stage."""
+    if stage is None:
+        return {}
+    half = read_drafter(Path(stage.half).expanduser()).declared
+    return {"stage.half": fingerprint([half.architecture, half.settings, half.tensors])}
 
 
 def read_behind(target: Target, batch: Batch, branches: Tensor, layers: tuple[int, ...]) -> Tensor:

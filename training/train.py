@@ -46,6 +46,7 @@ from drafters.contract import Drafter, TargetParts
 from drafters.vocabulary import DraftVocabulary
 from eval.recording import Question, Recording, belongs, owner_of, record_answers, trajectory
 from eval.replay import Trajectory
+from training import progressive
 from training.acceptance import AcceptanceCallback, AcceptanceSettings
 from training.activations import Kept, spare_activations
 from training.keeper import AtomicCheckpoints, Keeper, StepLog, WindowTimer, resume_point
@@ -53,7 +54,7 @@ from training.marks import check_resumed, difference, plain
 from training.module import DrafterModule
 from training.objectives import Objective
 from training.optimizers import OptimizerSettings
-from training.progressive import Stage, begin
+from training.progressive import Stage
 from training.ranks import explained, launched_outside, own_device, stay_on_this_machine
 from training.self_forcing import SelfForcing, SelfForcingSettings
 from training.teacher import check_store
@@ -177,7 +178,7 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
     if given.drafter.warm_start and config.init is None:
         warm_start(drafter, target, data)
     if given.stage is not None:
-        say("stage", begin(drafter, given.stage, target))
+        say("stage", progressive.begin(drafter, given.stage, target))
     steps = planned_steps(steering, data.plan, [one.answer_tokens for one in conversations])
     data.total = steps * steering.accumulate
     own_drafts = SelfForcing(target, given.forcing, lambda step: data.steps[step]) if given.forcing.share else None
@@ -188,6 +189,7 @@ def _run(config: DictConfig, out: Path) -> dict[str, Any]:
         "target": target.identity["weights"],
         "data": conversations_fingerprint(conversations),
         "vocabulary": drafter.vocabulary.fingerprint,
+        **progressive.marks(given.stage),
     }
     check_resumed(resumed, config, marks)
     declared = {"prepared": given.prepared_as, "conversations": len(conversations)}

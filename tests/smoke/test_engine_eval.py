@@ -145,6 +145,7 @@ def test_answers_that_differ_are_no_near_tie(
 def test_sglang_and_no_baseline(folders: tuple[Path, Path, Path], fake: dict[str, Any], tmp_path: Path) -> None:
     config = composed(folders, "baseline=false", "concurrency=[2]", "repeats=1", engine="sglang")
     config.drafter_dir = str(_exported_for_sglang(folders[1], tmp_path))
+    fake["drafted"] = ["--info", "/nowhere"]
     report = run_engines(config, tmp_path)
     assert report is not None
     assert report.differences is None
@@ -152,6 +153,8 @@ def test_sglang_and_no_baseline(folders: tuple[Path, Path, Path], fake: dict[str
     assert report.whole.acceptance.tau == pytest.approx(7 / 3, abs=0.2)
     assert report.levels[0].drafter.tau_counted == pytest.approx(7 / 3)
     assert len(fake["setups"]) == 1
+    said = next(one for one in sections(report.as_dict()) if one.title == "Engine")
+    assert said.lines[0].startswith("sglang unknown. ")
 
 
 def _exported_for_sglang(head: Path, folder: Path) -> Path:

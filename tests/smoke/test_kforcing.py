@@ -1,5 +1,6 @@
 """Push-forward heads on the road: stages 1, 2, 4 through the training entry, lossless and lossy evaluation."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from hydra import compose, initialize_config_module
 from torch import Tensor
 
 from checkpoints.files import read_json, write_json
-from checkpoints.folder import load_drafter, read_drafter
+from checkpoints.folder import load_drafter, read_drafter, save_drafter
 from data.conversations import Conversation, Prompt, write_conversations
 from data.features import capture
 from data.target import Target
@@ -24,6 +25,7 @@ from tests import checks
 from tests.doubles import save_tiny, tiny_target
 from training.objectives import Objective, slot_terms
 from training.stages import run_stages
+from training.train import run
 
 LAYERS = [0, 2, 3]
 OBJECTIVE = Objective({"hard_ce": 1.0})
@@ -82,6 +84,34 @@ def test_stages_build_on_each_other(stages: Path) -> None:
         stage = read_json(stages / f"window-{window}" / "run.json")["config"]["drafter"]["stage"]
         half = None if window == 1 else str(stages / f"window-{window // 2}" / "drafter")
         assert stage == (None if half is None else {"half": half, "share": 0.5})
+
+
+def test_a_stage_goes_on_with_the_same_half_alone(prepared: Path, stages: Path, tmp_path: Path) -> None:
+    """Wherever it lies; other weights in the same place are another half."""
+    half, moved, out = tmp_path / "half", tmp_path / "moved", tmp_path / "run"
+    shutil.copytree(stages / "window-1" / "drafter", half)
+    out.mkdir()
+
+    def go_on(place: Path) -> int:
+        stage = ["drafter.model.num_slots=2", f"+drafter.stage={{half: {place}}}"]
+        return run(checks.compose_config("train", *words(prepared), *stage), out)["step"]
+
+    step = go_on(half)
+    assert len(read_json(out / "run.json")["fingerprints"]["run"]["stage.half"]) > 8
+    shutil.copytree(half, moved)
+    assert go_on(moved) == step
+    parts = Target.load(str(prepared / "target"), dtype="float32").parts
+    other = load_drafter(half, parts)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    save_drafter(half, other, target_identity=parts.identity)
+    with pytest.raises(ValueError, match=r"fingerprint\.stage\.half '\w+' is now '\w+'"):
+        go_on(half)
+    last = out / "checkpoints" / "last.ckpt"
+    old = torch.load(last, weights_only=True)
+    del old["config"]["fingerprint.stage.half"]  # as from before it was recorded
+    torch.save(old, last)
+    assert go_on(half) == step
 
 
 def test_stages_refuse_what_does_not_double_or_stage(prepared: Path, tmp_path: Path, stages: Path) -> None:

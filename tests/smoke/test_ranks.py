@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 
 from tests import checks, ranks
-from tests.prepared import overrides, prepare_tiny, trace
+from tests.prepared import overrides, prepare_tiny, trace, train
 from training.optimizers import OptimizerSettings
 from training.ranks import own_device, stay_on_this_machine
 from training.train import TrainerSettings, build_trainer
@@ -126,6 +126,24 @@ def test_a_rank_s_own_device(monkeypatch):
             assert own_device(listed) == named
     monkeypatch.delenv("LOCAL_RANK")
     assert own_device("3,") == 3
+
+
+def test_a_target_is_loaded_onto_its_rank_s_own_device(prepared, tmp_path, monkeypatch):
+    """The one that Lightning gives the drafter; the GPUs are made up."""
+
+    class Chosen(Exception):
+        """Carries the device, and ends the run before anything is loaded."""
+
+    def choose(device: int) -> None:
+        raise Chosen(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    for rank, named in ((0, 2), (1, 3)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(Chosen) as chosen:
+            train(prepared, tmp_path / str(rank), **{"trainer.devices": "[2,3]"})
+        assert chosen.value.args == (named,)
 
 
 def test_auto_is_the_targets_kind_of_device(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Errors of what a user gave: one line that says what to give. Errors of this project keep their traceback."""
 
+import importlib
 import os
 import re
 import runpy
@@ -62,6 +63,7 @@ def test_a_module_ends_with_one_line_too(monkeypatch, tmp_path, capsys):
     """As torchrun and srun start it."""
     words = ["target=any", "target.name=/no/target", f"hydra.run.dir={tmp_path}", "prepared=/nowhere"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    importlib.import_module("training.train")  # so that runpy warns, whatever ran before
     with pytest.warns(RuntimeWarning, match="in sys.modules"), pytest.raises(SystemExit) as ended:
         runpy.run_module("training.train", run_name="__main__", alter_sys=True)
     assert ended.value.code == 2

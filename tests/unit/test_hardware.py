@@ -35,6 +35,7 @@ from eval.hardware_shapes import (
     one_layer_drafter,
     target_shape,
     transformer,
+    with_experts,
 )
 from tests import checks
 from tests.doubles import tiny_target
@@ -238,6 +239,29 @@ def test_every_drafter_s_family() -> None:
     assert known == set(FAMILY_OF)
     for name, family in FAMILY_OF.items():
         assert family_of(declared(name, {"num_layers": 1} if name == "medusa" else {"block": {}, "depth": 1})) == family
+
+
+def test_a_drafter_s_layer_reads_the_experts_that_it_takes() -> None:
+    """Bytes and work of a pass by hand: the experts of a layer count as those of the target do, not all of them."""
+    target = with_experts(transformer(4, 8, 16, (2, 1, 4), 64), Experts(16, 2, 3 * 8 * 4, 4, "fp8"))
+    layer = {"eh_proj.weight": (8, 16), "block.mlp.gate.weight": (16, 8), "block.mlp.shared_experts.up.weight": (4, 8)}
+    layer |= {"block.mlp.experts.gate_up_proj": (16, 8, 8), "block.mlp.experts.down_proj": (16, 8, 4)}
+    own = declared("mtp", {"block": {"kind": "own"}, "modules": 1})
+    shape = DrafterShape.from_declared(own, layer, target)
+    assert shape.body.experts == Experts(16, 2, 3 * 8 * 4, 1, "bf16")
+    assert shape.body.parameters == 8 * 16 + 16 * 8 + 4 * 8
+    two = layer | {f"more.0.{name}": size for name, size in layer.items()}
+    twice = declared("mtp", {"block": {"kind": "own"}, "modules": 2}, num_slots=2)
+    assert DrafterShape.from_declared(twice, two, target).body == shape.body
+    memory = Roofline(Device("d", 1, 1, {"bf16": 1e9}), Engine(1, 1, 0, 0), target, shape)
+    compute = Roofline(Device("d", 1, 1e9, {"bf16": 1e-9}), Engine(1, 1, 0, 0), target, shape)
+    for rows in (1, 4):
+        touched = 16 * (1 - (1 - 2 / 16) ** rows)
+        read = 2 * (288 + 128 + touched * 96)  # bytes: layer, head of 16 of 64 words, experts
+        assert memory.draft_seconds(rows, 1, 0) == pytest.approx(read / 1e9)
+        assert compute.draft_seconds(rows, 1, 0) == pytest.approx(2 * rows * (288 + 128 + 2 * 96) / 1e3)
+    with pytest.raises(ValueError, match="the target described has none"):
+        DrafterShape.from_declared(own, layer, replace(target, experts=None))
 
 
 def test_shapes_of_layers_that_declare_no_sizes() -> None:

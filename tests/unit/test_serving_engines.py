@@ -116,6 +116,15 @@ def test_sglang_tells_a_histogram_and_counts_calls() -> None:
     assert engine.bodies[0]["sampling_params"]["max_new_tokens"] in (5, 8)
 
 
+def test_a_version_is_asked_for_where_it_may_be_and_never_guessed() -> None:
+    for path, version in (("/get_server_info", "fake-2"), ("/nowhere", "unknown")):
+        with served(info=path) as engine:
+            assert client(engine, SGLANG).version() == version
+    with served() as engine:
+        for engine.about in ("", "[]", "{}", '{"version": null}'):
+            assert client(engine, SGLANG).version() == "unknown"
+
+
 def test_incremental_streams_of_sglang_are_read_alike() -> None:
     whole = SGLANG.read({"output_ids": [1, 2, 3, 4], "meta_info": {"completion_tokens": 4}}, 3, 3)
     new = SGLANG.read({"output_ids": [4], "meta_info": {"completion_tokens": 4}}, 3, 3)
