@@ -6,7 +6,8 @@
 One row of `tokens` (an eighth prompt, then one answer), random features and target of SmolLM2's sizes, forward and
 backward of each side's own model and default losses with equal draft vocabulary, slots, layers and anchors. Their
 attention and losses run as `--draft-attn-impl eager --loss-implementation eager`: their fused losses need Triton, their
-FlexAttention is uncompiled on a CPU. Each side runs in a process of its own.
+FlexAttention is uncompiled on a CPU. Both run under bf16 autocast where the machine multiplies bf16. Each side runs in
+a process of its own.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from checkpoints.run import machine
 from eval.bench import SHAPE, StepSettings
-from training.bench import Job, Step, apart, jobs, measure
+from training.bench import Job, Step, apart, autocast, jobs, measure
 
 HEAD_DIM, LAYERS = 64, {"eagle3": 1, "peagle": 2, "dflash": 2, "dspark": 2}
 
@@ -62,7 +63,8 @@ def theirs(name: str, how: StepSettings, anchors: int, vocabulary: int) -> Step:
     }
 
     def step() -> None:
-        _, loss, _ = model(**batch, **arguments)
+        with autocast(torch.device("cpu")):
+            _, loss, _ = model(**batch, **arguments)
         if not torch.isfinite(loss):
             raise RuntimeError(f"{name}: loss {float(loss)}")
         loss.backward()

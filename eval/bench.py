@@ -12,7 +12,7 @@ is the median of `repeats` after one warm-up. Writes steps.json (eval.hardware_m
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,10 +125,10 @@ def profile(target: Target, drafter: Drafter | None, how: ProfileSettings) -> Me
         drafter.eval()
     for rows in how.rows:
         bench = _Bench(target, drafter, rows, how)
-        seconds.append([bench.target_seconds(count) for count in counts])
+        seconds.append(bench.medians(bench.target_seconds, counts))
         rests.append([bench.rest_seconds()])
         if drafter is not None:
-            drafts.append([bench.draft_seconds(k) for k in how.slots])
+            drafts.append(bench.medians(bench.draft_seconds, how.slots))
     about = {
         "machine": machine(),
         "target": dict(target.identity),
@@ -142,7 +142,7 @@ def profile(target: Target, drafter: Drafter | None, how: ProfileSettings) -> Me
 
 
 class _Bench:
-    """One number of rows, their context read once."""
+    """One number of rows, their context read once: of `context` tokens, every second of one fewer."""
 
     def __init__(self, target: Target, drafter: Drafter | None, rows: int, how: ProfileSettings) -> None:
         self.target, self.drafter, self.rows, self.how = target, drafter, rows, how
@@ -152,9 +152,11 @@ class _Bench:
         self.tokens = torch.randint(0, size, (rows, how.context + 16 + max(how.slots)), generator=made).to(
             target.device
         )
+        # Requests that are served together differ in length; equal ones need no mask, and get other kernels.
         mask = torch.ones(rows, how.context, dtype=torch.int64, device=target.device)
+        mask[1::2, 0] = 0
+        self.lengths, positions = mask.sum(1), (mask.cumsum(1) - 1).clamp_min(0)
         self.cache = RowCache(target.model, mask)
-        positions = torch.arange(how.context, device=target.device).expand(rows, -1)
         prompt = self.tokens[:, : how.context]
         self.features = target.forward(prompt, self.layers, mask, positions, self.cache.cache)
         self.state: Any = None
@@ -181,7 +183,9 @@ class _Bench:
             best = self.target.logits(found.last).argmax(-1)
             verify_greedy(best, block[:, 1:].to(best.device)).accepted.tolist()
 
-        return self._median(run, self._take_back)
+        seconds = timed(run, device)
+        self._take_back()
+        return seconds
 
     def draft_seconds(self, num_slots: int) -> float:
         """Reading what a verification left (half the slots accepted, shapes of all) and proposing num_slots."""
@@ -194,7 +198,7 @@ class _Bench:
             drafter.observe(self.state, following, aux, last, lengths)
             drafter.propose(self.state, num_slots, Sampling(0.0), self.seeds)
 
-        return self._median(run)
+        return timed(run, self.target.device)
 
     def rest_seconds(self) -> float:
         """Bookkeeping of a round: the cache keeps what was accepted, features stay where they are."""
@@ -219,18 +223,16 @@ class _Bench:
     def _take_back(self) -> None:
         """Forget all tokens behind the context."""
         self.cache.visible = self.cache.visible[:, : self.how.context]
-        self.cache.lengths = torch.full_like(self.cache.lengths, self.how.context)
-        self.cache.host_lengths = [self.how.context] * self.rows
+        self.cache.lengths = self.lengths
+        self.cache.host_lengths = self.lengths.tolist()
         for layer in self.cache.layers:
             layer.narrow(self.how.context)
 
-    def _median(self, run: Callable[[], None], after: Callable[[], None] | None = None) -> float:
-        times = []
-        for _ in range(self.how.repeats + 1):
-            times.append(timed(run, self.target.device))
-            if after is not None:
-                after()
-        return statistics.median(times[1:])
+    def medians(self, seconds: Callable[[int], float], counts: Sequence[int]) -> list[float]:
+        """The median for each count over `repeats` passes through all of them (after one that warms up): a machine that
+        grows slower for a while does so for all counts, whose ratios are what is asked."""
+        passes = [[seconds(count) for count in counts] for _ in range(self.how.repeats + 1)]
+        return [statistics.median(column) for column in zip(*passes[1:], strict=True)]
 
 
 def timed(run: Callable[[], Any], where: torch.device) -> float:

@@ -8,8 +8,8 @@ Step times are profiled first (eval.bench); they and tau of the measured rounds 
     measured    tokens/s of rounds with the drafter / tokens/s of rounds without, greedy, the waiting loop
 
 Reading prompts counts on neither side. Groups write on behind an end of turn and stop when their first request has its
-tokens, so each round serves all rows. The loop without drafter runs before and after the drafted ones, so that a
-machine that grows slower does so for both.
+tokens, so each round serves all rows. All loops of a number of requests, the one without drafter among them, take
+turns, so that a machine that grows slower for a while does so for all.
 """
 
 import time
@@ -25,6 +25,8 @@ from data.target import Target
 from drafters.contract import Drafter
 from eval.decoder import DecodeSettings, Generation, Group, generate
 from eval.hardware import Cost, speedup
+
+TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Full(Group):
 
 
 def measure_rounds(
-    target: Target, drafter: Drafter | None, prompts: Iterator[list[int]], settings: DecodeSettings, seconds: float
+    target: Target, drafter: Drafter | None, settings: DecodeSettings, seconds: float, prompts: Iterator[list[int]]
 ) -> Rounds:
     """Decode groups of settings.batch_size of the prompts until their rounds took `seconds`; at least one."""
     done = Rounds(0, 0, 0.0)
@@ -124,15 +126,12 @@ def measure_speedups(
         raise ValueError(f"speedups need a prompt and two new tokens, got {len(prompts)} and {how.new_tokens}")
     found = []
     for count in how.rows:
-        order = cycle(prompts)
-        plain = DecodeSettings(1, how.new_tokens, count)
-        measure_rounds(target, drafter, order, DecodeSettings(how.slots[-1], 2, count), 0.0)  # warm
-        without = measure_rounds(target, None, order, plain, how.seconds / 2)
-        drafted = [
-            measure_rounds(target, drafter, order, DecodeSettings(k, how.new_tokens, count), how.seconds)
-            for k in how.slots
-        ]
-        without += measure_rounds(target, None, order, plain, how.seconds / 2)
+        order, nothing = cycle(prompts), Rounds(0, 0, 0.0)
+        ways: list[tuple[Drafter | None, DecodeSettings]] = [(None, DecodeSettings(1, how.new_tokens, count))]
+        ways += [(drafter, DecodeSettings(k, how.new_tokens, count)) for k in how.slots]
+        measure_rounds(target, drafter, DecodeSettings(how.slots[-1], 2, count), 0.0, order)  # warm
+        turns = [[measure_rounds(target, *way, how.seconds / TURNS, order) for way in ways] for _ in range(TURNS)]
+        without, *drafted = (sum(column, nothing) for column in zip(*turns, strict=True))
         for k, done in zip(how.slots, drafted, strict=True):
             tau = done.tokens / (done.rounds * count)
             predicted = speedup(cost, tau, count, k, how.context)
