@@ -112,7 +112,7 @@ def test_bench_speedup_sets_the_prediction_beside_the_measurement(words: list[st
 def test_measured_rounds_all_serve_every_request(words: list[str]) -> None:
     """Without end of turn, counted by hand: a drafter that is never asked leaves one token a round and row."""
     target = Target.load(words[-3].removeprefix("target.name="), dtype="float32")
-    done = measure_rounds(target, None, cycle([[4, 5], [6]]), DecodeSettings(1, 6, 2), 0.0)
+    done = measure_rounds(target, None, DecodeSettings(1, 6, 2), 0.0, cycle([[4, 5], [6]]))
     assert (done.rounds, done.tokens) == (5, 10)  # the first of six comes with the prompt
     drafter = load_drafter(Path(words[-2].removeprefix("drafter_dir=")), target.parts)
     points = measure_speedups(target, drafter, Flat(), [[4, 5], [6]], Measuring([2], [3], 6, 0.0, 8))
