@@ -348,10 +348,8 @@ class KForcing(BlockDrafter):
         part, tau = _rows_of(batch, rows), drawn.tau[rows]
         first = half.guess(part, part.tokens.gather(1, part.anchors.clamp_min(0)), noise[..., :width], tau)
         branch = read(part, first[..., :-1], half.needs.layers)
-        said, mask = (
-            torch.cat([first, half.guess(part, first[..., -1], noise[..., width:], tau, branch)], -1),
-            labels.mask[rows],
-        )
+        second = half.guess(part, first[..., -1], noise[..., width:], tau, branch)
+        said, mask = torch.cat([first, second], -1), labels.mask[rows]
         if exact:
             known, own = drawn.mask[rows], drawn.labels[rows]
             agreed = (said.eq(own) | ~known).all(-1, keepdim=True)
