@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.roofline_points import ALLOWED, points, table
 from checkpoints.run import ROOT
-from eval.bench import ProfileSettings, profile
+from eval.bench import ProfileSettings, _Bench, profile
 from eval.hardware import (
     Device,
     Engine,
@@ -331,6 +331,21 @@ def test_a_measured_cost_replaces_the_roofline(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="no table"):
         Measured.load(tmp_path / "other.json")
+
+
+def test_profiled_requests_differ_in_length_and_counts_take_turns() -> None:
+    """As served ones do: equal lengths need no mask, and masked passes take other kernels. A pass leaves no trace."""
+    bench = _Bench(tiny_target("llama"), None, 3, ProfileSettings([3], [1], context=6, repeats=2))
+    asked: list[int] = []
+
+    def seconds(count: int) -> float:
+        asked.append(count)
+        assert bench.cache.host_lengths == bench.cache.lengths.tolist() == [6, 5, 6]
+        assert bench.cache.mask(1).tolist() == [[1] * 7, [0] + [1] * 6, [1] * 7]
+        return bench.target_seconds(count)
+
+    assert min(bench.medians(seconds, [1, 2])) > 0
+    assert asked == [1, 2] * 3
 
 
 def test_profile_of_a_tiny_target(tmp_path: Path) -> None:
